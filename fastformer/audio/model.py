@@ -16,6 +16,7 @@ from fastformer.extension import extension_module, num_threads
 PRECISIONS = ("auto", "fp32", "bf16", "int8")
 _SLICE = 0.2  # seconds between two looks at signals
 _SHARE = 0.6  # the power of an output column's size that the norm takes over
+_REACH = 3  # times before and after one whose weights' median counts for it
 _ROWS = 4096  # rows of a matrix to change at once
 
 Floats = npt.NDArray[np.float32]
@@ -192,7 +193,7 @@ class SpeechModel:
         max_initial_timestamp_index: int = 50,
         sampling_topk: int = 1,
         sampling_temperature: float = 1.0,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
     ) -> list[SpeechResult]:
         """Transcribes or translates windows; the arguments are those of `ctranslate2.models.Whisper.generate`.
 
@@ -214,7 +215,8 @@ class SpeechModel:
             max_initial_timestamp_index: the latest first timestamp, in steps of 0.02 s.
             sampling_topk: 1: no sampling; with beam_size=1, sampling from so many best tokens, 0: from all.
             sampling_temperature: divides the logits that sampling draws from.
-            seed: of sampling; a window's draws depend on it and on the window's place. None: a random one.
+            seed: of sampling: one for each window, or that of the first, which the others count on from; None: a random
+                one.
 
         Raises:
             ValueError: options that don't fit together, or prompts that are too long or have no
@@ -241,22 +243,17 @@ class SpeechModel:
             "max_initial_timestamp": config.timestamp_begin + max_initial_timestamp_index,
             "top_k": min(sampling_topk, config.vocab_size) if samples else 1,
             "temperature": sampling_temperature or 1.0,
+            "eos": config.eot,
+            "probed_token": config.no_speech if return_no_speech_prob else -1,
+            "probed_at": config.sot,
         }
-        seed = secrets.randbits(62) if seed is None else seed
+        if not isinstance(seed, Sequence):
+            first = secrets.randbits(62) if seed is None else seed
+            seed = range(first, first + len(prompts))
         plans = [self._plan(prompt, max_length) for prompt in prompts]
         searches = [
-            self._extension.ruled_search(
-                eos=config.eot,
-                limit=plan.limit,
-                prefix=plan.prefix,
-                timestamp_begin=config.timestamp_begin if plan.has_timestamps else -1,
-                seed=(seed + i) % 2**63,
-                probed_token=config.no_speech if return_no_speech_prob else -1,
-                probed_at=config.sot,
-                probed_position=plan.probed_position,
-                **options,
-            )
-            for i, plan in enumerate(plans)
+            self._extension.ruled_search(seed=one % 2**63, **options, **plan._asdict())
+            for one, plan in zip(seed, plans, strict=True)
         ]
         if not searches:
             return []
@@ -295,7 +292,8 @@ class SpeechModel:
                 f"{min(max_length, config.max_length)}, got {len(prompt)}"
             )
         is_last = start == len(prompt) - 1
-        return _Plan(limit, prefix, prompt[end - 1] != config.no_timestamps, -1 if is_last else start)
+        timestamp_begin = -1 if prompt[end - 1] == config.no_timestamps else config.timestamp_begin
+        return _Plan(limit, prefix, timestamp_begin, -1 if is_last else start)
 
     def align(
         self,
@@ -303,8 +301,6 @@ class SpeechModel:
         start_sequence: Sequence[int],
         text_tokens: Sequence[Sequence[int]],
         num_frames: int | Sequence[int],
-        *,
-        median_filter_width: int = 7,
     ) -> list[AlignmentResult]:
         """Finds the time of each token by dynamic time warping over the alignment heads.
 
@@ -313,7 +309,6 @@ class SpeechModel:
             start_sequence: <|startoftranscript|>, and the language and the task.
             text_tokens: the tokens of each window's text, without timestamps.
             num_frames: the number of frames with sound in each window, or in all.
-            median_filter_width: the width of the filter over time.
 
         Raises:
             ValueError: lists of different lengths, tokens outside of the vocabulary, or texts that are too long.
@@ -327,8 +322,6 @@ class SpeechModel:
             )
         if not config.alignment_heads:
             raise ValueError("expected alignment_heads in the model's config, got none")
-        if median_filter_width < 1 or median_filter_width % 2 == 0:
-            raise ValueError(f"median_filter_width: expected an odd number, got {median_filter_width}")
         results = []
         for window, text, count in zip(array, text_tokens, frames, strict=True):
             tokens = [*start_sequence, config.no_timestamps, *text, config.eot]
@@ -347,7 +340,7 @@ class SpeechModel:
             offset = len(start_sequence)
             weights = scores.reshape(len(config.alignment_heads), len(tokens), -1)
             weights = weights[..., : max(0, count) // 2] * np.float32((config.d_model // config.decoder_heads) ** -0.5)
-            path = _warp(self._extension, weights, offset, len(text) + 1, median_filter_width)
+            path = _warp(self._extension, weights, offset, len(text) + 1)
             results.append(AlignmentResult(path, probabilities[0, offset : offset + len(text)].tolist()))
         return results
 
@@ -371,9 +364,11 @@ def _even_out(arrays: dict[str, npt.NDArray[Any]]) -> None:
 
 
 class _Plan(NamedTuple):
+    """What a search takes of its prompt, by the names of the engine's arguments."""
+
     limit: int
     prefix: list[int]
-    has_timestamps: bool
+    timestamp_begin: int
     probed_position: int
 
 
@@ -415,19 +410,17 @@ def _softmax(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values
 
 
-def _warp(extension: Any, scores: Floats, first: int, count: int, width: int) -> list[tuple[int, int]]:
+def _warp(extension: Any, scores: Floats, first: int, count: int) -> list[tuple[int, int]]:
     """Returns the best path through the weights of (heads, tokens, times) for `count` tokens from `first` on."""
-    times = scores.shape[-1]
-    if times == 0:
+    if scores.shape[-1] == 0:
         return []
     weights = _softmax(scores.astype(np.float64))  # the squares of small weights are no numbers of fp32
     weights -= weights.mean(-2, keepdims=True)
     deviation = np.sqrt(np.square(weights).mean(-2, keepdims=True))
     weights /= np.where(deviation > 0, deviation, 1)  # tokens that attend alike tell no time
     weights = weights[:, first : first + count].astype(np.float32)
-    if times > (reach := width // 2):
-        padded = np.pad(weights, ((0, 0), (0, 0), (reach, reach)), mode="reflect")
-        weights = np.sort(np.lib.stride_tricks.sliding_window_view(padded, width, -1), -1)[..., reach]
-    matrix = np.ascontiguousarray(weights.mean(0))
-    path: list[tuple[int, int]] = extension.warp(matrix)
+    if scores.shape[-1] > _REACH:
+        padded = np.pad(weights, ((0, 0), (0, 0), (_REACH, _REACH)), mode="reflect")
+        weights = np.sort(np.lib.stride_tricks.sliding_window_view(padded, 2 * _REACH + 1, -1), -1)[..., _REACH]
+    path: list[tuple[int, int]] = extension.warp(np.ascontiguousarray(weights.mean(0)))
     return path

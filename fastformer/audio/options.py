@@ -54,6 +54,8 @@ def _check_names(name: str, values: Mapping[str, Any], kind: Any) -> None:
 
 def _clips(name: str, value: Any) -> tuple[Any, ...]:
     """Returns times in order: start, end, start, ... or the pairs of a batch, as dicts with start and end."""
+    if value is None:
+        return (0.0,)
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
     try:
@@ -172,11 +174,11 @@ class TranscriptionOptions:
         return given if isinstance(given, VadOptions) else VadOptions(**{**defaults, **(given or {})})
 
 
-def options_of(given: Mapping[str, Any], **defaults: Any) -> TranscriptionOptions:
-    """Returns the options that a caller gave, over defaults.
+def options_of(given: Mapping[str, Any]) -> TranscriptionOptions:
+    """Returns the options that a caller gave.
 
     Raises:
         ValueError: a name is no option, or a value is out of its bounds.
     """
     _check_names("options", given, TranscriptionOptions)
-    return TranscriptionOptions(**{**defaults, **given})
+    return TranscriptionOptions(**given)

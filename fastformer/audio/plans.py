@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ from fastformer.audio.options import TranscriptionOptions
 from fastformer.audio.reading import Recording, Spliced
 from fastformer.audio.results import Segment, TranscriptionInfo, Word
 from fastformer.audio.tokens import Tokens
-from fastformer.audio.voice import Part, Times, VadOptions, speech_parts
+from fastformer.audio.voice import Part, VadOptions, speech_parts
 from fastformer.audio.windows import Ask, Decoder, Detected, Draft, Window, compression_ratio, detect, detection_windows
 from fastformer.audio.words import WordTimes, is_improbable
+from fastformer.requests import BaseRequest
 
 _MIN_PAUSE_MS = 160  # at which the parts of a batch may be cut
 _AT_BORDER = 2.0  # seconds from a window's border in which a text is improbable as it is beside silence
@@ -50,8 +51,8 @@ class Job:
             self.ask, self.result = None, end.value
 
 
-class Plan(ABC):
-    """The windows of a recording.
+class SpeechRequest(BaseRequest):
+    """A recording, and its segments as they come. They don't depend on other requests.
 
     Args:
         recording: the audio.
@@ -64,10 +65,11 @@ class Plan(ABC):
     Attributes:
         info: the facts about the recording; None: its language isn't known yet.
         jobs: the windows that are decoded now, in their order.
-        is_over: whether no further window begins.
         progress: seconds of the recording that are done.
+        segments: the segments that haven't been taken yet; if there is a listener, it receives them instead.
     """
 
+    name = "the audio"
     is_batch = False
 
     def __init__(
@@ -79,8 +81,10 @@ class Plan(ABC):
         language: str | None,
         task: str,
     ) -> None:
+        super().__init__(None)
         tokens.check(language, task)
         self.recording, self.tokens, self.config, self.options = recording, tokens, config, options
+        self.num_tokens = round(recording.duration)  # its seconds, as its weight in the queue
         self.width = min((options.chunk_length or 30) * FRAMES_PER_SECOND, config.max_frames)
         suppressed = tokens.suppressed(options.suppress_tokens)
         self.decoder = Decoder(tokens, options, suppressed, task, config.max_length, self.is_batch)
@@ -88,16 +92,18 @@ class Plan(ABC):
         self.info: TranscriptionInfo | None = None
         self.jobs: deque[Job] = deque()
         self.progress = 0.0
-        self._vad: VadOptions | None = None
-        self._times: Times | None = None
+        self.segments: list[Segment] = []
+        self._tell: Callable[[Any], object] = self.segments.append
+        self._num_segments = self._num_new_tokens = 0
         self._first: tuple[tuple[int, int], Any] | None = None  # a window whose states are known, and they
-        self._num_segments = 0
-        self._speech = recording.duration
         self._language = language if tokens.is_multilingual else "en"
+        self._vad: VadOptions | None = None
+        self._speech: Spliced | None = None  # None: all of the recording
 
     @property
     @abstractmethod
-    def is_over(self) -> bool: ...
+    def is_over(self) -> bool:
+        """Whether no further window begins."""
 
     @abstractmethod
     def next_job(self) -> Job:
@@ -112,6 +118,32 @@ class Plan(ABC):
     def _detection_windows(self) -> Iterator[tuple[Array, tuple[int, int] | None]]:
         """Yields the features in which the language is searched, and the window that has the same ones."""
 
+    @property
+    def num_new_tokens(self) -> int:
+        """The number of tokens in the segments so far."""
+        return self._num_new_tokens
+
+    def listen(self, on_token: Callable[[Any], object]) -> None:
+        """Sets the listener, which is called with each segment."""
+        self._tell = on_token
+
+    def take(self) -> list[Segment]:
+        """Removes and returns the segments that have come."""
+        segments = self.segments.copy()
+        self.segments.clear()
+        return segments
+
+    def facts(self) -> TranscriptionInfo:
+        """Returns the facts about the recording, or raises the error that ended the request."""
+        if self.error is not None:
+            raise self.error
+        assert self.info is not None
+        return self.info
+
+    def finish(self) -> None:
+        """Ends the request with the segments so far."""
+        self.is_done = True
+
     def fill(self, most: int) -> None:
         """Begins windows, so that up to `most` are decoded at once."""
         if self.info is None:
@@ -123,18 +155,15 @@ class Plan(ABC):
         while self.info is not None and not self.is_over and len(self.jobs) < min(most, self.num_ahead):
             self._begin(self.next_job())
 
-    def collect(self) -> list[Segment]:
-        """Removes the windows that are done from the front, and returns their segments."""
-        segments: list[Segment] = []
+    def collect(self) -> None:
+        """Passes on the segments of the windows that are done; after the last one, the request is done."""
         while self.jobs and self.jobs[0].ask is None:
             job = self.jobs.popleft()
-            segments += job.put(job.result)
-        return segments
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all windows are done."""
-        return self.info is not None and not self.jobs and self.is_over
+            for segment in job.put(job.result):
+                self._num_new_tokens += len(segment.tokens)
+                self._tell(segment)
+        if self.info is not None and not self.jobs and self.is_over:
+            self.finish()
 
     def _begin(self, job: Job) -> None:
         job.advance()
@@ -142,9 +171,10 @@ class Plan(ABC):
 
     def _know(self, detected: Detected) -> list[Segment]:
         self._language, self._first = detected.language, detected.first
+        spoken = self.recording.duration if self._speech is None else len(self._speech) / RATE
         self.info = TranscriptionInfo(
-            detected.language, detected.probability, self.recording.duration, self._speech,
-            detected.all_languages, self.options, self._vad,
+            detected.language, detected.probability, self.recording.duration, spoken, detected.all_languages,
+            self.options, self._vad,
         )  # fmt: skip
         return []
 
@@ -155,24 +185,12 @@ class Plan(ABC):
             self._num_segments, seek, draft.start, draft.end, self.tokens.decode(draft.tokens), draft.tokens,
             text.avg_logprob, text.compression_ratio, text.no_speech_prob, draft.words, text.temperature,
         )  # fmt: skip
-        if self._times is not None:
-            _restore(segment, self._times)
+        if self._speech is not None and not self.options.has_clips:
+            self._speech.restore(segment)
         return segment
 
 
-def _restore(segment: Segment, times: Times) -> None:
-    """Turns the times of a segment from those of the speech into those of the recording."""
-    for word in segment.words or ():
-        part = times.part_of((word.start + word.end) / 2)  # both times in one part
-        word.start, word.end = times.original(word.start, part), times.original(word.end, part)
-    if segment.words:
-        segment.start, segment.end = segment.words[0].start, segment.words[-1].end
-    else:
-        segment.start = times.original(segment.start, times.part_of(segment.start))
-        segment.end = times.original(segment.end, times.part_of(segment.end, is_end=True))
-
-
-class Windows(Plan):
+class Windows(SpeechRequest):
     """Windows one after another: each begins where the text of the one before ends, and reads that text.
 
     Without times and without the text before, a window is likely to begin 30 s after the one before. Then several are
@@ -182,13 +200,10 @@ class Windows(Plan):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         options, config = self.options, self.config
-        samples: Any = self.recording
         if options.vad_filter and not options.has_clips:
             self._vad = options.vad()
-            parts = speech_parts(self.recording, self._vad)
-            samples = Spliced(self.recording, parts)
-            self._speech = len(samples) / RATE
-            self._times = Times(parts) if parts else None
+            self._speech = Spliced(self.recording, speech_parts(self.recording, self._vad))
+        samples = self.recording if self._speech is None else self._speech
         self.features = Features(samples, config.n_mels, config.max_frames)
         self.num_frames = self.features.num_frames
         self._clips = options.clips(FRAMES_PER_SECOND, self.num_frames)
@@ -330,7 +345,7 @@ class Chunk(NamedTuple):
         return sum(part.stop - part.start for part in self.parts)
 
 
-class Chunks(Plan):
+class Chunks(SpeechRequest):
     """Windows between pauses, none of which depends on another: those of `BatchedInferencePipeline`."""
 
     is_batch = True
@@ -351,8 +366,7 @@ class Chunks(Plan):
             else:
                 parts = [Part(0, len(recording))]
             self._chunks = _joined(parts, most)
-            self._times = Times(parts) if parts else None
-        self._speech = sum(chunk.length for chunk in self._chunks) / RATE
+        self._speech = Spliced(recording, parts)
         self._place = 0
 
     @property

@@ -5,6 +5,7 @@ With `av` (an extra) all formats of FFmpeg are read, with `soundfile` those of l
 
 from __future__ import annotations
 
+import bisect
 import importlib.util
 import io
 import itertools
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 import numpy as np
 
 from fastformer.audio.features import RATE, Array
+from fastformer.audio.results import Segment
 
 Source: TypeAlias = "str | os.PathLike[str] | BinaryIO | bytes | np.ndarray[Any, Any]"
 
@@ -84,7 +86,7 @@ class Recording:
 
 
 class Spliced:
-    """Parts of a recording, one behind the other.
+    """Parts of a recording, one behind the other, and the times in the recording of times in them.
 
     Args:
         recording: the audio.
@@ -93,20 +95,39 @@ class Spliced:
 
     def __init__(self, recording: Recording, parts: Iterable[tuple[int, int]]) -> None:
         self._recording, self._parts = recording, list(parts)
-        self._length = sum(stop - start for start, stop in self._parts)
+        self._ends = [*itertools.accumulate(stop - start for start, stop in self._parts)]  # in the spliced audio
 
     def __len__(self) -> int:
-        return self._length
+        return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> Array:
         """Returns the samples from start to stop, in fp32."""
-        pieces, before = [np.zeros(0, np.float32)], 0
-        for first, last in self._parts:
-            begin, end = max(start - before, 0) + first, min(stop - before + first, last)
-            if begin < end:
-                pieces.append(self._recording.read(begin, end))
-            before += last - first
+        pieces = [np.zeros(0, np.float32)]
+        for (first, last), end in zip(self._parts, self._ends, strict=True):
+            before = last - end  # samples of the recording that are left out before this part
+            if max(first, start + before) < min(last, stop + before):
+                pieces.append(self._recording.read(max(first, start + before), min(last, stop + before)))
         return np.concatenate(pieces)
+
+    def restore(self, segment: Segment) -> None:
+        """Turns the times of a segment and of its words into those of the recording."""
+        for word in segment.words or ():
+            part = self.part_of((word.start + word.end) / 2)  # both times in one part
+            word.start, word.end = self.original(word.start, part), self.original(word.end, part)
+        if segment.words:
+            segment.start, segment.end = segment.words[0].start, segment.words[-1].end
+        else:
+            segment.start = self.original(segment.start, self.part_of(segment.start))
+            segment.end = self.original(segment.end, self.part_of(segment.end, is_end=True))
+
+    def part_of(self, seconds: float, is_end: bool = False) -> int:
+        """Returns the index of the part that holds a time; a border belongs to the part before it if it is an end."""
+        find = bisect.bisect_left if is_end else bisect.bisect
+        return min(find(self._ends, int(seconds * RATE)), len(self._ends) - 1)
+
+    def original(self, seconds: float, part: int) -> float:
+        """Returns the time in the recording of a time in a part."""
+        return round((self._parts[part][1] - self._ends[part]) / RATE + seconds, 2)
 
 
 def open_audio(source: Source | Recording, *, max_seconds: float | None = None) -> Recording:
@@ -259,7 +280,7 @@ def _wav_form(file: Any) -> _Wav:
 
 
 def _read(file: Any, size: int) -> bytes:
-    """Returns as many bytes as are asked for, fewer only at the end of a file."""
+    """Returns as many bytes as are asked for, fewer only at the end; a file object may return fewer at a time."""
     data = b""
     while len(data) < size and (more := file.read(size - len(data))):
         data += more
@@ -267,14 +288,11 @@ def _read(file: Any, size: int) -> bytes:
 
 
 def _chunks(file: Any, form: _Wav) -> Iterator[bytes]:
-    """Yields the bytes of whole frames. A file object may return fewer bytes than it is asked for."""
-    frame, left, rest = form.channels * form.bits // 8, form.size, b""
-    while left and (data := file.read(min(left, _BLOCK * frame))):
+    """Yields the bytes of whole frames."""
+    frame, left = form.channels * form.bits // 8, form.size
+    while data := _read(file, min(left, _BLOCK * frame)):
         left -= len(data)
-        data = rest + data
-        whole = len(data) // frame * frame
-        yield data[:whole]
-        rest = data[whole:]
+        yield data[: len(data) // frame * frame]
 
 
 def _wav_samples(file: Any, form: _Wav, name: Any) -> Iterator[Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from fastformer.audio.options import TranscriptionOptions
@@ -113,9 +113,5 @@ def _cue(segment: Segment) -> str:
     return " ".join(segment.text.replace("-->", "->").split()) or "-"
 
 
-FORMATS: dict[str, Callable[[Iterable[Segment], TranscriptionInfo], Iterator[str]]] = {
-    "txt": as_text,
-    "srt": as_srt,
-    "vtt": as_vtt,
-    "json": as_json,
-}
+Writer: TypeAlias = "Callable[[Iterable[Segment], TranscriptionInfo], Iterator[str]]"
+FORMATS: dict[str, Writer] = {"txt": as_text, "srt": as_srt, "vtt": as_vtt, "json": as_json}

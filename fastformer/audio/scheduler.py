@@ -9,61 +9,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fastformer.audio.plans import Job, Plan
-from fastformer.audio.results import Segment
+from fastformer.audio.plans import Job, SpeechRequest
 from fastformer.audio.windows import Ask
-from fastformer.requests import BaseRequest, Batching, Load
+from fastformer.requests import Batching, Load
 from fastformer.settings import Positive, check_value
 
 R = TypeVar("R")
 
 MAX_WINDOWS = 8
-
-
-class SpeechRequest(BaseRequest):
-    """A recording, and its segments as they come. They don't depend on other requests.
-
-    Args:
-        plan: the recording's windows.
-
-    Attributes:
-        segments: the segments that haven't been taken yet; if there is a listener, it receives them instead.
-    """
-
-    name = "the audio"
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(None)
-        self.plan = plan
-        self.num_tokens = round(plan.recording.duration)  # its seconds, as its weight in the queue
-        self.segments: list[Segment] = []
-        self._tell: Callable[[Any], object] = self.segments.append
-        self._num_new_tokens = 0
-
-    @property
-    def num_new_tokens(self) -> int:
-        """The number of tokens in the segments so far."""
-        return self._num_new_tokens
-
-    def listen(self, on_token: Callable[[Any], object]) -> None:
-        """Sets the listener, which is called with each segment."""
-        self._tell = on_token
-
-    def take(self) -> list[Segment]:
-        """Removes and returns the segments that have come."""
-        segments = self.segments.copy()
-        self.segments.clear()
-        return segments
-
-    def collect(self) -> None:
-        """Passes on the segments of the windows that are done."""
-        for segment in self.plan.collect():
-            self._num_new_tokens += len(segment.tokens)
-            self._tell(segment)
-
-    def finish(self) -> None:
-        """Ends the request with the segments so far."""
-        self.is_done = True
 
 
 class SpeechScheduler(Batching[SpeechRequest]):
@@ -82,7 +35,7 @@ class SpeechScheduler(Batching[SpeechRequest]):
 
     def load(self) -> Load:
         """Returns the current counters."""
-        rows = sum(len(request.plan.jobs) for request in self.running)
+        rows = sum(len(request.jobs) for request in self.running)
         waiting = sum(request.num_tokens for request in self.waiting)
         return Load(len(self.running), len(self.waiting), waiting, rows, read_tokens=self._read)
 
@@ -108,8 +61,6 @@ class SpeechScheduler(Batching[SpeechRequest]):
                 self._guarded(request, job.advance, answer)
         for request in self.running:
             self._guarded(request, request.collect)
-            if request.plan.is_done and not request.is_done:
-                request.finish()
         return ended + self.remove(lambda request: request.is_done)
 
     def _begin(self) -> None:
@@ -120,19 +71,19 @@ class SpeechScheduler(Batching[SpeechRequest]):
             self._read += request.num_tokens
             self.running.append(request)
         for request in self.running:
-            self._guarded(request, request.plan.fill, 1)
+            self._guarded(request, request.fill, 1)
         for request in self.running:
-            free = self.max_windows - sum(len(one.plan.jobs) for one in self.running)
-            self._guarded(request, request.plan.fill, len(request.plan.jobs) + max(0, free))
+            free = self.max_windows - sum(len(one.jobs) for one in self.running)
+            self._guarded(request, request.fill, len(request.jobs) + max(0, free))
 
     def _group(self) -> list[tuple[SpeechRequest, Job]]:
         """Returns the windows that ask next: the most that ask the same, or those that have waited longer."""
         groups: defaultdict[Hashable, list[tuple[SpeechRequest, Job]]] = defaultdict(list)
         for request in self.running:
-            for job in () if request.is_done else request.plan.jobs:
+            for job in () if request.is_done else request.jobs:
                 if (ask := job.ask) is not None:
                     job.waited += 1
-                    groups[ask.method, ask.arguments, ask.is_alone and id(job)].append((request, job))
+                    groups[ask.method, ask.arguments].append((request, job))
         return max(groups.values(), key=lambda group: len(group) + max(job.waited for _, job in group), default=[])
 
     def _guarded(self, request: SpeechRequest, work: Callable[..., object], *arguments: Any) -> None:

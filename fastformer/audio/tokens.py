@@ -119,13 +119,10 @@ class Tokens:
 
     @cached_property
     def _marks(self) -> set[int]:
-        ids = {
-            token for mark in (" -", " '") for token in self.encode(mark)[:1]
-        }  # may stand within a word, not before it
+        ids = {*self.encode(" -")[:1], *self.encode(" '")[:1]}  # may stand within a word, not before it
         for mark in (*_MARKS, *_NOTES):
             for tokens in (self.encode(mark), self.encode(" " + mark)):
-                if len(tokens) == 1 or mark in _NOTES:
-                    ids.update(tokens[:1])
+                ids.update(tokens[:1] if len(tokens) == 1 or mark in _NOTES else ())
         return ids
 
     def words(self, ids: Sequence[int], language: str) -> list[tuple[str, list[int]]]:

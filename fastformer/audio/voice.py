@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -154,16 +153,12 @@ def _silero() -> Callable[[Iterator[Array]], Iterator[Array]] | None:
     The copy of faster-whisper, if that is installed, finds the pauses that it finds there; silero-vad's is newer. No
     package is imported: silero-vad sets the process's number of threads to 1.
     """
-    if importlib.util.find_spec("onnxruntime"):
-        for package, name in _SILERO_ONNX:
-            if (file := _data_file(package, name)) is not None:
-                return functools.partial(_by_onnx, _onnx_session(file))
-    if (file := _data_file("silero_vad", "data/silero_vad.jit")) is None:
-        logger.info("silero-vad is not installed: speech is told from silence by its energy")
+    files = [_data_file(*place) for place in _SILERO_ONNX] if importlib.util.find_spec("onnxruntime") else []
+    file = next((file for file in files if file is not None), None)
+    if file is None:
+        logger.info("silero-vad and onnxruntime are not installed: speech is told from silence by its energy")
         return None
-    import torch
-
-    return functools.partial(_by_script, torch.jit.load(str(file), map_location="cpu").eval())
+    return functools.partial(_by_onnx, _onnx_session(file))
 
 
 def _data_file(package: str, name: str) -> Path | None:
@@ -191,41 +186,3 @@ def _by_onnx(session: Any, blocks: Iterator[Array]) -> Iterator[Array]:
             ["speech_probs", "hn", "cn"], {"input": np.ascontiguousarray(block), "h": hidden, "c": cell}
         )
         yield values.reshape(-1)
-
-
-def _by_script(model: Any, blocks: Iterator[Array]) -> Iterator[Array]:
-    import torch
-
-    model.reset_states()
-    with torch.inference_mode():
-        for block in blocks:
-            frames = torch.from_numpy(block[:, _CONTEXT:].copy())
-            yield np.array([float(model(frame, RATE)) for frame in frames], np.float32)
-
-
-class Times:
-    """Turns times in the speech of a recording into those of the recording.
-
-    Args:
-        parts: the parts that are speech.
-    """
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._ends: list[int] = []
-        self._before: list[float] = []
-        silence = end = 0
-        for part in parts:
-            silence += part.start - end
-            end = part.stop
-            self._ends.append(end - silence)
-            self._before.append(silence / RATE)
-
-    def part_of(self, seconds: float, is_end: bool = False) -> int:
-        """Returns the index of the part that holds a time; a border belongs to the part before it if it is an end."""
-        sample = int(seconds * RATE)
-        find = bisect.bisect_left if is_end else bisect.bisect
-        return min(find(self._ends, sample), len(self._ends) - 1)
-
-    def original(self, seconds: float, part: int) -> float:
-        """Returns the time in the recording of a time in a part."""
-        return round(self._before[part] + seconds, 2)

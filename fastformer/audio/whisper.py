@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastformer.audio.features import HOP, Array, Features
+from fastformer.audio.features import Array
 from fastformer.audio.options import TranscriptionOptions, options_of
-from fastformer.audio.plans import Chunks, Plan, Windows
-from fastformer.audio.reading import Source, Spliced, open_audio
+from fastformer.audio.plans import Chunks, SpeechRequest, Windows
+from fastformer.audio.reading import Source, open_audio
 from fastformer.audio.results import Segment, TranscriptionInfo
-from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest, SpeechScheduler, answered
+from fastformer.audio.scheduler import MAX_WINDOWS, SpeechScheduler, answered
 from fastformer.audio.tokens import Tokens
-from fastformer.audio.voice import VadOptions, speech_parts
+from fastformer.audio.voice import VadOptions
 from fastformer.audio.windows import detect, detection_windows
 from fastformer.console import progress
 from fastformer.files import NOT_DOWNLOADED
@@ -137,13 +140,10 @@ class WhisperModel:
         request = self.request(audio, language, task, batch_size=batch_size, **options)
         scheduler = SpeechScheduler(self.model, batch_size or MAX_WINDOWS)
         scheduler.submit([request])
-        request.plan.fill(0)
-        while request.plan.info is None and not request.is_done:  # until the language is known
+        request.fill(0)
+        while request.info is None and not request.is_done:  # until the language is known
             scheduler.step()
-        if request.error is not None:
-            raise request.error
-        assert request.plan.info is not None
-        return _segments(scheduler, request, log_progress), request.plan.info
+        return _segments(scheduler, request, log_progress), request.facts()
 
     def request(
         self,
@@ -162,17 +162,16 @@ class WhisperModel:
             max_seconds: the longest audio.
         """
         check_value("batch_size", batch_size, Positive | None)
-        settings = options_of(options, multilingual=False)
+        settings = options_of(options)
         if not self.is_multilingual:
             if language not in (None, "en"):
                 logger.warning("the model knows English alone: transcribing as en, not as %s", language)
             if task == "translate":
                 raise ValueError("expected task transcribe for a model of English alone, got 'translate'")
-            if settings.multilingual:
-                settings = options_of({**options, "multilingual": False})
-        kind: type[Plan] = Windows if batch_size is None else Chunks
+            settings = replace(settings, multilingual=False)
+        kind = Windows if batch_size is None else Chunks
         recording = open_audio(audio, max_seconds=max_seconds)
-        return SpeechRequest(kind(recording, self.tokens, self.model.config, settings, language, task))
+        return kind(recording, self.tokens, self.model.config, settings, language, task)
 
     def transcribe_all(
         self, audios: Iterable[Source], *, batch_size: int = MAX_WINDOWS, on_progress: Any = None, **options: Any
@@ -186,26 +185,21 @@ class WhisperModel:
             options: those of `transcribe`, for all of them.
         """
         scheduler = SpeechScheduler(self.model, batch_size)
-        rest, requests = iter(audios), list[SpeechRequest]()
-        done = 0.0
+        rest, requests = iter(audios), deque[SpeechRequest]()
         while True:
-            while len(requests) < 2 * batch_size and (audio := next(rest, None)) is not None:
+            for audio in itertools.islice(rest, 2 * batch_size - len(requests)):
                 requests.append(self.request(audio, **options))
-                scheduler.submit(requests[-1:])
+                scheduler.submit([requests[-1]])
             if not requests:
                 return
-            while requests and requests[0].is_done:
-                request = requests.pop(0)
-                if request.error is not None:
-                    raise request.error
-                assert request.plan.info is not None
-                done -= request.plan.progress
-                yield request.take(), request.plan.info
-            if not scheduler.is_idle:
-                scheduler.step()
+            if requests[0].is_done:
+                request = requests.popleft()
+                yield request.take(), request.facts()
+                continue
+            before = sum(request.progress for request in requests)
+            scheduler.step()
             if on_progress is not None:
-                before, done = done, sum(request.plan.progress for request in requests)
-                on_progress(max(0.0, done - before))
+                on_progress(sum(request.progress for request in requests) - before)
 
     def detect_language(
         self,
@@ -229,36 +223,34 @@ class WhisperModel:
             The language's code, its probability, and all codes with theirs, the likeliest first.
 
         Raises:
-            ValueError: neither audio nor features were given, or the model knows English alone.
+            ValueError: neither audio nor features were given; or features, and the model knows English alone.
         """
-        config, width = self.model.config, self.model.config.max_frames
         if audio is not None:
-            samples: Any = open_audio(audio)
-            if vad_filter:
-                options = options_of({"vad_parameters": vad_parameters})
-                samples = Spliced(samples, speech_parts(samples, options.vad()))
-            most = min(len(samples) // HOP + 1, width * language_detection_segments)
-            features = Features(samples, config.n_mels, most).window(0, most)
+            _, info = self.transcribe(
+                audio, vad_filter=vad_filter, vad_parameters=vad_parameters,
+                language_detection_segments=language_detection_segments,
+                language_detection_threshold=language_detection_threshold,
+            )  # fmt: skip
+            return info.language, info.language_probability, info.all_language_probs or []
         if features is None:
             raise ValueError("expected audio or features to detect a language in, got neither")
+        width = self.model.config.max_frames
         windows = detection_windows(features[:, : width * language_detection_segments], width)
         found = answered(self.model, detect(windows, language_detection_threshold))
         return found.language, found.probability, found.all_languages or []
 
 
 def _segments(scheduler: SpeechScheduler, request: SpeechRequest, shows: bool) -> Iterator[Segment]:
-    plan = request.plan
     try:
-        with progress(is_shown=shows, total=round(plan.recording.duration), unit="s") as advance:
+        with progress(is_shown=shows, total=round(request.recording.duration), unit="s") as advance:
             while True:
                 yield from request.take()
-                if request.error is not None:
-                    raise request.error
                 if request.is_done:
+                    request.facts()
                     return
-                before = plan.progress
+                before = request.progress
                 scheduler.step()
-                advance(plan.progress - before)
+                advance(request.progress - before)
     finally:
         scheduler.clear()
 
@@ -290,10 +282,8 @@ class BatchedInferencePipeline:
         Args:
             audio, language, task, log_progress, batch_size, options: see `WhisperModel.transcribe`.
         """
-        given = {"without_timestamps": True, "vad_filter": True, **options}
-        if given.get("clip_timestamps") is None:
-            given.pop("clip_timestamps", None)
-        return self.model.transcribe(audio, language, task, log_progress, batch_size=batch_size, **given)
+        options = {"without_timestamps": True, "vad_filter": True, **options}
+        return self.model.transcribe(audio, language, task, log_progress, batch_size=batch_size, **options)
 
 
 def _folder(name: str | os.PathLike[str], root: str | None) -> Path:

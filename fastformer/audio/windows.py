@@ -28,14 +28,12 @@ class Ask(NamedTuple):
         states: its first argument for this window: features (1, n_mels, frames), or states (1, frames, d_model).
         values: further arguments for this window, of which the method takes a list with one for each window.
         arguments: the other arguments, by name.
-        is_alone: whether the window shares the call with no other: a sample depends on its place in a call.
     """
 
     method: str
     states: Array
     values: Mapping[str, Any] = MappingProxyType({})
     arguments: tuple[tuple[str, Any], ...] = ()
-    is_alone: bool = False
 
 
 @dataclass
@@ -157,12 +155,12 @@ class Decoder:
         arguments = self._arguments(prompt)
         texts = []
         for temperature in options.temperatures[: 1 if self.is_batch else None]:
-            is_sampled = temperature > 0 and not self.is_batch
-            search = {"beam_size": options.beam_size, "patience": options.patience}
-            if is_sampled:
-                search = {"beam_size": 1, "num_hypotheses": options.best_of, "seed": seed, "sampling_topk": 0}
-                search["sampling_temperature"] = temperature
-            result = yield Ask("generate", states, {"prompts": prompt}, (*(arguments | search).items(),), is_sampled)
+            search: dict[str, Any] = {"beam_size": options.beam_size, "patience": options.patience}
+            if temperature > 0 and not self.is_batch:
+                search = {"beam_size": 1, "num_hypotheses": options.best_of}
+                search |= {"sampling_topk": 0, "sampling_temperature": temperature}
+            values = {"prompts": prompt, "seed": seed}
+            result = yield Ask("generate", states, values, (*(arguments | search).items(),))
             ids = list(result.sequences_ids[0])
             log_prob = result.scores[0] * len(ids) ** options.length_penalty / (len(ids) + 1)
             ratio = compression_ratio(self.tokens.decode(ids).strip())

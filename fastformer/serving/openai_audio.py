@@ -11,8 +11,9 @@ from fastapi import APIRouter, Form, Request, Response, UploadFile
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from fastformer.audio.plans import SpeechRequest
 from fastformer.audio.results import FORMATS, Segment, TranscriptionInfo
-from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest
+from fastformer.audio.scheduler import MAX_WINDOWS
 from fastformer.audio.tokens import LANGUAGE_NAMES
 from fastformer.generation.jobs import Job
 from fastformer.serving.answers import EventStream, answer, event

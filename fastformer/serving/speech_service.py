@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from fastformer.audio.plans import SpeechRequest
 from fastformer.audio.results import Segment, TranscriptionInfo
-from fastformer.audio.scheduler import MAX_WINDOWS, SpeechRequest, SpeechScheduler
+from fastformer.audio.scheduler import MAX_WINDOWS, SpeechScheduler
 from fastformer.audio.whisper import WhisperModel
 from fastformer.generation.jobs import Job
 from fastformer.generation.session import Session
@@ -67,8 +68,7 @@ class SpeechService(Service):
     async def transcribe(self, audio: bytes, **options: Any) -> tuple[list[Segment], TranscriptionInfo]:
         """Returns the segments of a recording, and facts about it; see `submit`."""
         (request,) = await (await self.submit(audio, **options)).results()
-        assert request.plan.info is not None
-        return request.take(), request.plan.info
+        return request.take(), request.facts()
 
 
 async def segments_of(job: Job[SpeechRequest]) -> AsyncGenerator[Segment, None]:

@@ -9,7 +9,7 @@ import pytest
 
 from fastformer.audio import VadOptions, voice
 from fastformer.audio.reading import Recording, Spliced
-from fastformer.audio.voice import Part, Times, speech_parts
+from fastformer.audio.voice import Part, speech_parts
 from tests.audio.speech import sound
 
 SECOND = 16_000
@@ -52,11 +52,11 @@ def test_parts_are_in_order_and_within_the_recording(options, monkeypatch) -> No
 def test_times_are_those_of_the_recording() -> None:
     parts = [Part(SECOND, 3 * SECOND), Part(10 * SECOND, 11 * SECOND)]
     recording = Recording.of(np.arange(12 * SECOND, dtype=np.float32))
-    spliced, times = Spliced(recording, parts), Times(parts)
+    spliced = Spliced(recording, parts)
     for seconds in (0.0, 1.5, 1.99, 2.0, 2.5):
         place = int(spliced.read(int(seconds * SECOND), int(seconds * SECOND) + 1)[0])
-        assert times.original(seconds, times.part_of(seconds)) == round(place / SECOND, 2)
-    assert times.original(2.0, times.part_of(2.0, is_end=True)) == 3.0
+        assert spliced.original(seconds, spliced.part_of(seconds)) == round(place / SECOND, 2)
+    assert spliced.original(2.0, spliced.part_of(2.0, is_end=True)) == 3.0
 
 
 def test_sileros_model_reads_blocks_as_it_reads_the_whole(monkeypatch) -> None:
