@@ -201,9 +201,6 @@ def forced(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-every_call = pytest.mark.parametrize("call", CALLS, ids=str)
-
-
 def all_calls(test: Callable[..., None]) -> Callable[..., None]:
     """Runs a test with every call as one test, for short tests; it leaves out calls that the backend `forced` lacks."""
 

@@ -266,7 +266,7 @@ def test_empty(seqlen_q, seqlen_k, batch, backend, device) -> None:
 def test_dropout_follows_its_definition(window_size, backend, device) -> None:
     # Where q is 0 the scores are equal, and with v the identity the output is the weights themselves; with dout the
     # identity so is dv, transposed. Several blocks of keys, of which a window's begin anywhere, and a cut last one.
-    n, heads, dropout_p = 171, 2, 0.3
+    n, heads, dropout_p = 107 if is_interpreted() else 171, 2, 0.3
     q = torch.zeros(1, n, heads, n, device=device)
     eye = torch.eye(n, device=device)[None, :, None].repeat(1, 1, heads, 1)
     v = eye.clone().requires_grad_()

@@ -15,7 +15,7 @@ from fastformer import ops
 from fastformer.ops import use_backend
 from tests.conftest import HAS_GPU, skip_without
 from tests.covering import each
-from tests.ops.calls import BY_NAME, CALLS, DTYPES, OpCall, all_calls, cast, draw, every_call, forced, ints, results
+from tests.ops.calls import BY_NAME, CALLS, DTYPES, OpCall, all_calls, cast, draw, forced, ints, results
 
 __all__ = ["forced"]
 N = 5
@@ -238,7 +238,7 @@ def views(tensor: Tensor) -> list[Tensor]:
     return variants if tensor.dim() < 2 else [*variants, tensor.transpose(0, -1).contiguous().transpose(0, -1)]
 
 
-@every_call
+@all_calls
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_inputs_may_have_any_strides(call: OpCall, dtype: torch.dtype, forced: str) -> None:
     """Inputs, including integers, are columns of wider tensors or transposed.
@@ -329,7 +329,7 @@ COMPILED = {
 }
 
 
-@every_call
+@all_calls
 def test_opcheck(call: OpCall, forced: str) -> None:
     """Checks the schema, fake tensors, and autograd registration of the forward and the backward pass."""
     if forced == "triton" and call.stem.endswith("attention") and not HAS_GPU:
@@ -380,7 +380,7 @@ def test_compiled(call: OpCall, backend: str | None) -> None:
         same(values, expected, 2e-5)
 
 
-@every_call
+@all_calls
 @pytest.mark.parametrize("backend", ["reference", None])
 def test_autocast(call: OpCall, backend: str | None) -> None:
     """Products run in its dtype, and the rest in that of the inputs; scores and losses are always fp32."""
