@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import collections
+import copy
 import dataclasses
 import functools
 import gc
@@ -60,6 +62,23 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
 # No test outlives a failure of power, and none connects by TLS, for which each client would read all certificates.
 os.fsync = lambda descriptor: None  # type: ignore[assignment]
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+
+
+def _copy_quickly(kind: type) -> None:
+    """Makes copy.deepcopy copy an empty container of a kind without its pickled form: a module has a dozen of them."""
+    by_kind: dict[type, Callable[..., Any]] = vars(copy)["_deepcopy_dispatch"]
+    reconstruct = vars(copy)["_reconstruct"]
+
+    def copied(value: Any, memo: dict[int, Any]) -> Any:
+        if value or getattr(value, "__dict__", None):
+            return reconstruct(value, memo, *value.__reduce_ex__(4))
+        return kind()
+
+    by_kind[kind] = copied
+
+
+_copy_quickly(collections.OrderedDict)
+_copy_quickly(set)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by markers

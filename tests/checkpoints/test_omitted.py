@@ -222,6 +222,7 @@ def test_omitted_numbers_are_those_of_ctranslate2(name, tmp_path) -> None:
         if value is not None:
             places = {key: stored[key] for key in stored if last.get(key) == number}
             changed |= {key: torch.full_like(tensor, value) for key, tensor in places.items()}
+        (folder / MODEL).unlink()  # ext4 waits for the disk if a file is written over
         (folder / MODEL).write_bytes(written(changed, spec))
         return outcome(read, folder)
 
@@ -277,6 +278,7 @@ def test_omitted_numbers_are_those_of_llama_cpp(name, tmp_path) -> None:
         changed = {other: each for other, each in whole.items() if other != key}
         if value is not None:
             changed[str(key)] = ({bool: 7, str: 8, int: 4, float: 6}[type(value)], value)
+        file.unlink(missing_ok=True)  # ext4 waits for the disk if a file is written over
         file.write_bytes(to_bytes(changed, tensors))
         result = outcome(lambda: made_of(load_file(file)[0]))
         if result == REFUSED or getattr(result[0], "attention_scale", None) is None:
