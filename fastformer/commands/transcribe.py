@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -75,19 +75,16 @@ def transcribe(
     _check_names(names, format, out)
     model = WhisperModel(folder, compute_type=precision or "default", cpu_threads=threads)
     options |= {"language": None if language == "auto" else language, "task": task, "initial_prompt": initial_prompt}
-    with progress(unit="s", unit_scale=True) as advance:
-        if len(paths) == 1:
-            segments, info = model.transcribe(_source(paths[0]), batch_size=batch_size, **options)
-            _write(_counted(segments, advance), info, format, out and Path(out, names[0]))
-            return
-        if batch_size is not None:
-            results = (model.transcribe(_source(path), batch_size=batch_size, **options) for path in paths)
-            for (segments, info), name in zip(results, names, strict=True):
-                _write(_counted(segments, advance), info, format, out and Path(out, name))
-            return
-        together = model.transcribe_all(map(_source, paths), on_progress=advance, **options)
-        for (texts, info), name in zip(together, names, strict=True):
-            _write(iter(texts), info, format, out and Path(out, name))
+    are_together = len(paths) > 1 and batch_size is None
+    with progress(is_shown=are_together, unit="s", unit_scale=True) as advance:
+        results: Iterator[tuple[Iterable[Segment], TranscriptionInfo]]
+        if are_together:
+            results = model.transcribe_all(map(_source, paths), on_progress=advance, **options)
+        else:
+            options |= {"batch_size": batch_size, "log_progress": True}
+            results = (model.transcribe(_source(path), **options) for path in paths)
+        for (segments, info), name in zip(results, names, strict=True):
+            _write(segments, info, format, out and Path(out, name))
 
 
 def _check_names(names: Sequence[str], format: str, out: str | None) -> None:
@@ -102,7 +99,7 @@ def _source(path: str) -> Any:
     return sys.stdin.buffer.read() if path == "-" else path
 
 
-def _write(segments: Iterator[Segment], info: TranscriptionInfo, format: str, path: Path | str | None) -> None:
+def _write(segments: Iterable[Segment], info: TranscriptionInfo, format: str, path: Path | str | None) -> None:
     """Writes a transcription to a file, or to standard output as it comes."""
     from fastformer.audio.results import FORMATS
 
@@ -114,11 +111,3 @@ def _write(segments: Iterator[Segment], info: TranscriptionInfo, format: str, pa
     for piece in pieces:
         sys.stdout.write(shown(piece, sys.stdout))
         sys.stdout.flush()
-
-
-def _counted(segments: Iterator[Segment], advance: Callable[[float], object]) -> Iterator[Segment]:
-    end = 0.0
-    for segment in segments:
-        advance(segment.end - end)
-        end = segment.end
-        yield segment
