@@ -183,32 +183,34 @@ def from_state(settings: Mapping[str, Any], search: Mapping[str, Any], state: Ma
     Raises:
         ValueError: missing, unexpected or misshapen tensors, or settings that the engine doesn't support.
     """
-    from fastformer.checkpoints.hf.common import ACTIVATIONS as NAMED
+    from fastformer.checkpoints.hf.bart import layer_names, with_prefix
+    from fastformer.checkpoints.hf.common import activation_of
 
-    left = {name.removeprefix("model."): _as_array(tensor) for name, tensor in state.items()}
+    left = {name: _as_array(tensor) for name, tensor in with_prefix(state).items()}
+    for name in [name for name in left if name.endswith(".q_proj.bias")]:
+        left.setdefault(name.replace("q_proj", "k_proj"), np.zeros_like(left[name]))
     output = left.pop("proj_out.weight", None)
-    embedding, positions = taken(left, ("decoder.embed_tokens.weight", "decoder.embed_positions.weight"), "Whisper")
+    tables = ("model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight")
+    embedding, positions = taken(left, tables, "Whisper")
     arrays = {"target_embedding": embedding, "target_positions": positions}
     arrays["output"] = embedding if output is None or np.array_equal(output, embedding) else output
-    (arrays["front.positions"],) = taken(left, ("encoder.embed_positions.weight",), "Whisper")
+    (arrays["front.positions"],) = taken(left, ("model.encoder.embed_positions.weight",), "Whisper")
     for i in (1, 2):
-        weight, bias = taken(left, (f"encoder.conv{i}.weight", f"encoder.conv{i}.bias"), "Whisper")
+        weight, bias = taken(left, [f"model.encoder.conv{i}.{kind}" for kind in ("weight", "bias")], "Whisper")
         arrays |= _convolution(i, weight, bias)
     depths = {"encoder": int(settings["encoder_layers"]), "decoder": int(settings["decoder_layers"])}
     for side, depth in depths.items():
-        for name in ("weight", "bias"):
-            (arrays[f"{side}.norm.{name}"],) = taken(left, (f"{side}.layer_norm.{name}",), "Whisper")
-        for i in range(depth):
-            arrays |= _layer(left, f"{side}.layers.{i}", is_decoder=side == "decoder")
+        for kind in ("weight", "bias"):
+            (arrays[f"{side}.norm.{kind}"],) = taken(left, (f"model.{side}.layer_norm.{kind}",), "Whisper")
+        for place in range(depth):
+            for name, theirs in layer_names(side, place).items():
+                parts = taken(left, theirs, "Whisper")
+                arrays[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
     check_empty(left, "Whisper")
 
     def read(side: Side) -> dict[str, Array]:
         is_encoder = side == "encoder"
         return {name: a for name, a in arrays.items() if name.startswith(("encoder.", "front.")) == is_encoder}
-
-    activation = settings.get("activation_function", "gelu")
-    if activation not in NAMED:
-        raise ValueError(f"expected an activation_function of {(*NAMED,)}, got {activation!r:.60}")
 
     def ids(name: str) -> tuple[int, ...]:
         return tuple(search.get(name) or settings.get(name) or ())
@@ -238,7 +240,7 @@ def from_state(settings: Mapping[str, Any], search: Mapping[str, Any], state: Ma
         n_mels=int(settings.get("num_mel_bins", 80)),
         max_frames=2 * len(arrays["front.positions"]),
         max_length=len(positions),
-        activation=NAMED[activation],
+        activation=activation_of(settings, "activation_function", "gelu"),
         scale=float(settings["d_model"]) ** 0.5 if settings.get("scale_embedding") else 1.0,
         sot=int(sot),
         eot=int(eot[0] if isinstance(eot, Sequence) else eot),
@@ -264,28 +266,6 @@ def _as_array(tensor: Tensor) -> Array:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy()
     return (tensor if tensor.dtype == torch.float16 else tensor.float()).numpy()
-
-
-def _layer(left: dict[str, Array], name: str, *, is_decoder: bool) -> dict[str, Array]:
-    """Takes the arrays of a layer of transformers, and returns them by the engine's names."""
-    arrays: dict[str, Array] = {}
-    attentions = [("self_attn", "self_attn"), ("encoder_attn", "multihead_attn")][: 1 + is_decoder]
-    norms = [f"{theirs}_layer_norm" for theirs, _ in attentions] + ["final_layer_norm"]
-    for theirs, ours in attentions:
-        q, k, v, out = taken(left, [f"{name}.{theirs}.{x}_proj.weight" for x in ("q", "k", "v", "out")], "Whisper")
-        q_bias, v_bias, out_bias = taken(left, [f"{name}.{theirs}.{x}_proj.bias" for x in ("q", "v", "out")], "Whisper")
-        arrays |= {
-            f"{name}.{ours}.in_proj_weight": np.concatenate([q, k, v]),
-            f"{name}.{ours}.in_proj_bias": np.concatenate([q_bias, np.zeros_like(q_bias), v_bias]),
-            f"{name}.{ours}.out_proj.weight": out,
-            f"{name}.{ours}.out_proj.bias": out_bias,
-        }
-    for part in ("weight", "bias"):
-        for i, norm in enumerate(norms, 1):
-            (arrays[f"{name}.norm{i}.{part}"],) = taken(left, (f"{name}.{norm}.{part}",), "Whisper")
-        for i in (1, 2):
-            (arrays[f"{name}.linear{i}.{part}"],) = taken(left, (f"{name}.fc{i}.{part}",), "Whisper")
-    return arrays
 
 
 # ---- CTranslate2 ----

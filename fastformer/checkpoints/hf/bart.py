@@ -103,13 +103,12 @@ _POSITIONS = {
     "source_position.table": "model.encoder.embed_positions.weight",
     "target_position.table": "model.decoder.embed_positions.weight",
 }
-_ATTENTIONS = {"self_attn": "self_attn", "multihead_attn": "encoder_attn"}
 
 
 def transformer_from_bart(saved: Checkpoint) -> Transformer:
     """Builds the model, as `ToModel` describes; the model_type of the settings is one of `FORMS`."""
     settings, state = saved.settings, saved.state
-    form, left = FORMS[settings["model_type"]], _with_prefix(state)
+    form, left = FORMS[settings["model_type"]], with_prefix(state)
     check_floating(settings, left)
     start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))
     _check_start(start, pad, form)
@@ -262,21 +261,27 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
                 names[f"{input_side}_embedding_norm.{kind}"] = (f"model.{side}.layernorm_embedding.{kind}",)
             if config.norm_first:
                 names[f"{side}.norm.{kind}"] = (f"model.{side}.layer_norm.{kind}",)
-        norms = {"norm1": "self_attn_layer_norm", "norm2": "encoder_attn_layer_norm", "norm3": "final_layer_norm"}
-        if side == "encoder":
-            norms = {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"}
-        modules = {"linear1": "fc1", "linear2": "fc2", **norms}
         for place in range(depth):
-            layer, hf_layer = f"{side}.layers.{place}", f"model.{side}.layers.{place}"
-            for kind in ("weight", "bias"):
-                for name, attention in _ATTENTIONS.items():
-                    if side == "encoder" and name != "self_attn":
-                        continue
-                    parts = tuple(f"{hf_layer}.{attention}.{letter}_proj.{kind}" for letter in "qkv")
-                    names[f"{layer}.{name}.in_proj_{kind}"] = parts
-                    names[f"{layer}.{name}.out_proj.{kind}"] = (f"{hf_layer}.{attention}.out_proj.{kind}",)
-                for name, module in modules.items():
-                    names[f"{layer}.{name}.{kind}"] = (f"{hf_layer}.{module}.{kind}",)
+            names |= layer_names(side, place)
+    return names
+
+
+def layer_names(side: str, place: int) -> dict[str, tuple[str, ...]]:
+    """Maps the names of a layer here to those in BART that are concatenated to them (dimension 0)."""
+    names: dict[str, tuple[str, ...]] = {}
+    layer, hf_layer = f"{side}.layers.{place}", f"model.{side}.layers.{place}"
+    attentions = {"self_attn": "self_attn"}
+    norms = {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"}
+    if side == "decoder":
+        attentions["multihead_attn"] = "encoder_attn"
+        norms |= {"norm2": "encoder_attn_layer_norm", "norm3": "final_layer_norm"}
+    for kind in ("weight", "bias"):
+        for name, attention in attentions.items():
+            parts = tuple(f"{hf_layer}.{attention}.{letter}_proj.{kind}" for letter in "qkv")
+            names[f"{layer}.{name}.in_proj_{kind}"] = parts
+            names[f"{layer}.{name}.out_proj.{kind}"] = (f"{hf_layer}.{attention}.out_proj.{kind}",)
+        for name, module in {"linear1": "fc1", "linear2": "fc2", **norms}.items():
+            names[f"{layer}.{name}.{kind}"] = (f"{hf_layer}.{module}.{kind}",)
     return names
 
 
@@ -328,7 +333,7 @@ def _same(settings: Mapping[str, Any], first: str, second: str) -> int:
     return value
 
 
-def _with_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights by the names that a model with a head has. Files of a model without one lack the prefix.
 
     Old files of BART also contain a version, which is dropped.
