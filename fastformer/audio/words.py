@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,11 @@ class TimedWord:
         """The length in seconds."""
         return self.end - self.start
 
+    def take(self, other: TimedWord, joined: str) -> None:
+        """Takes the text and the tokens of another word, which becomes empty."""
+        self.word, other.word = joined, ""
+        self.num_tokens, other.num_tokens = self.num_tokens + other.num_tokens, 0
+
 
 def timed_words(tokens: Tokens, ids: Sequence[int], language: str, aligned: Any) -> list[TimedWord]:
     """Returns the words of a window's text.
@@ -53,17 +58,13 @@ def timed_words(tokens: Tokens, ids: Sequence[int], language: str, aligned: Any)
     # The path visits each token in turn; a token's time is where the path first meets it.
     places, times = np.asarray(aligned.alignments).T
     begins = times[np.diff(places, prepend=places[0] - 1) > 0] / TIMES_PER_SECOND
-    borders = [0, *accumulate(len(word_ids) for _, word_ids in words[:-1])]
-    return [
-        TimedWord(
-            text,
-            len(word_ids),
-            float(begins[first]),
-            float(begins[last]),
-            float(np.mean(aligned.text_token_probs[first:last])),
-        )
-        for (text, word_ids), first, last in zip(words, borders, borders[1:], strict=False)
-    ]
+    result, first = [], 0
+    for text, word_ids in words[:-1]:
+        last = first + len(word_ids)
+        probability = float(np.mean(aligned.text_token_probs[first:last]))
+        result.append(TimedWord(text, len(word_ids), float(begins[first]), float(begins[last]), probability))
+        first = last
+    return result
 
 
 class WordTimes:
@@ -93,7 +94,8 @@ class WordTimes:
         usual = min(_MOST_USUAL, float(np.median(durations))) if durations else 0.0
         if durations:
             _shorten_at_sentences(words, 2 * usual)
-        _join_marks(words, self._prepended, self._appended)
+        if words:
+            _join_marks(words, self._prepended, self._appended)
         last_end, rest = self.last_end, iter(words)
         for segment in segments:
             left = sum(token < text_end for token in segment.tokens)
@@ -112,7 +114,7 @@ class WordTimes:
 
 def _shorten_at_sentences(words: list[TimedWord], most: float) -> None:
     """Shortens words beside the end of a sentence, which contain its pause."""
-    for before, word in zip(words, words[1:], strict=False):
+    for before, word in pairwise(words):
         if word.duration > most:
             if word.word in _SENTENCE_ENDS:
                 word.end = word.start + most
@@ -122,20 +124,16 @@ def _shorten_at_sentences(words: list[TimedWord], most: float) -> None:
 
 def _join_marks(words: Sequence[TimedWord], prepended: str, appended: str) -> None:
     """Joins marks to the words that they belong to; a joined mark stays as an empty word without tokens."""
-    if not words:
-        return
     target = words[-1]
     for word in reversed(words[:-1]):
         if word.word.startswith(" ") and word.word.strip() in prepended:
-            target.word, word.word = word.word + target.word, ""
-            target.num_tokens, word.num_tokens = word.num_tokens + target.num_tokens, 0
+            target.take(word, word.word + target.word)
         else:
             target = word
     target = words[0]
     for word in words[1:]:
         if not target.word.endswith(" ") and word.word in appended:
-            target.word, word.word = target.word + word.word, ""
-            target.num_tokens, word.num_tokens = target.num_tokens + word.num_tokens, 0
+            target.take(word, target.word + word.word)
         else:
             target = word
 
