@@ -215,7 +215,8 @@ def _with_av(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
             if not container.streams.audio:
                 raise ValueError(f"expected audio in {name}, got a file without any")
             resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
-            for frame in itertools.chain(_frames(container, av.error.FFmpegError), [None]):
+            frames = (frame for packet in container.demux(audio=0) for frame in _frames(packet, av.error.FFmpegError))
+            for frame in itertools.chain(frames, [None]):
                 if frame is not None:
                     frame.pts = None  # times that jump are no reason to stop
                 for part in resampler.resample(frame):
@@ -224,18 +225,12 @@ def _with_av(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
         raise ValueError(f"expected audio in {name}, which FFmpeg can't read: {error.strerror}") from error
 
 
-def _frames(container: Any, errors: type[Exception]) -> Iterator[Any]:
-    """Yields the frames of the first stream of audio, except damaged ones."""
-    failures = 0
-    frames = container.decode(audio=0)
-    while failures < 1000:
-        try:
-            yield next(frames)
-            failures = 0
-        except StopIteration:
-            return
-        except errors:
-            failures += 1
+def _frames(packet: Any, errors: type[Exception]) -> list[Any]:
+    """Returns the frames of a packet, none of a damaged one."""
+    try:
+        return list(packet.decode())
+    except errors:
+        return []
 
 
 def _with_soundfile(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:

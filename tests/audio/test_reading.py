@@ -157,3 +157,19 @@ def test_packages_read_the_same(module, monkeypatch) -> None:
     for bad in (b"", b"no audio at all, but a text"):
         with pytest.raises(ValueError, match="expected"):
             decode_audio(bad)
+
+
+@pytest.mark.parametrize("module", ["av"])
+def test_damage_in_the_middle_loses_little(module) -> None:
+    av = pytest.importorskip(module)
+    with av.open(file := io.BytesIO(), "w", format="adts") as container:
+        stream = container.add_stream("aac", rate=16_000)
+        stream.layout = "mono"
+        frame = av.AudioFrame.from_ndarray((sound(10)[None] * 32767).astype(np.int16), format="s16", layout="mono")
+        frame.sample_rate = 16_000
+        for packet in (*stream.encode(frame), *stream.encode(None)):
+            container.mux(packet)
+    whole, data = decode_audio(file.getvalue()), bytearray(file.getvalue())
+    place = len(data) // 3
+    data[place : place + 500] = np.random.default_rng(0).bytes(500)
+    assert 0.9 * len(whole) < len(decode_audio(bytes(data))) < len(whole)
