@@ -28,6 +28,7 @@ from tests.audio.test_reading import wav
 from tests.audio.whispers import EOT, TOKENS
 from tests.checkpoints.test_argos import zipped
 from tests.checkpoints.test_ctranslate2 import with_pieces
+from tests.covering import each
 from tests.foreign.ctranslate2_folders import ARGOS, DECODER_FOLDERS, FOLDERS
 from tests.foreign.gguf_files import FOLDER
 
@@ -136,7 +137,7 @@ def test_the_tables_have_every_command_and_architecture(paths) -> None:
     assert {kind: architecture_of(paths[kind]) for kind in KINDS} == {kind: name for kind, (name, _) in KINDS.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 @pytest.mark.parametrize("command", WORDS)
 def test_a_file_is_taken_or_refused(command, kind, paths, tmp_path, monkeypatch, capsys) -> None:
     template, taken = WORDS[command]
@@ -145,7 +146,8 @@ def test_a_file_is_taken_or_refused(command, kind, paths, tmp_path, monkeypatch,
         monkeypatch.setattr("fastformer.serving.run.bound", lambda host, port: (host, port))
         monkeypatch.setattr("fastformer.serving.run.Server.run", lambda server, places: print("serves"))
     words = shlex.split(template)
-    places = {**{name: str(path) for name, path in paths.items()}, "model": str(paths[kind]), "out": str(tmp_path)}
+    (written := tmp_path / kind).mkdir()
+    places = {**{name: str(path) for name, path in paths.items()}, "model": str(paths[kind]), "out": str(written)}
     words = [word.format_map(places) for word in words]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"t5 t9\n")))
     code = main([command.split()[0], *words])
@@ -154,14 +156,14 @@ def test_a_file_is_taken_or_refused(command, kind, paths, tmp_path, monkeypatch,
     takes |= (command, kind) == ("chat --draft", "gguf decoder")
     assert code == (0 if takes else 1), err
     if takes:
-        assert out.strip() or [*tmp_path.iterdir()]
+        assert out.strip() or [*written.iterdir()]
         if command == "quantize":  # the folder has the file's tokenizer
-            (_, ours), (_, theirs) = (load_model(path, taken) for path in (tmp_path / "small", paths[kind]))
+            (_, ours), (_, theirs) = (load_model(path, taken) for path in (written / "small", paths[kind]))
             for text in ("t5 t9", "the dogs read <|im_end|> é"):
                 assert (found := ours.encode(text)) == theirs.encode(text)
                 assert ours.decode(found) == theirs.decode(found)
     else:
-        assert not out and not [*tmp_path.iterdir()]
+        assert not out and not [*written.iterdir()]
         message = LACKING.get((command, kind), EXPECTED.get(command, "fastformer [a-z]+`|TransformerEncoderSpec"))
         assert re.search(message, err), err
         assert not re.search("bug|saved completely|copy it again|not valid", err), err

@@ -22,6 +22,7 @@ from fastformer.generation import generate
 from fastformer.models import GPT, Transformer
 from tests.benchmarks.running import run_case
 from tests.benchmarks.test_run import SHAPE, TOY, square
+from tests.covering import each
 
 
 def cube(x: Inputs, shape: Shape) -> torch.Tensor:
@@ -95,7 +96,7 @@ def tiny_shapes() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize("name, shape", tiny_shapes(), ids=str)
+@each("name, shape", tiny_shapes())
 def test_all_providers_of_a_case_agree(name: str, shape: dict[str, Any]) -> None:
     """Functions made by torch.compile, which take seconds each, are left to the runner, which checks them before it
     times them.
