@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -210,9 +210,6 @@ class Windows(SpeechRequest):
         self._next = self._place(0, self._clips[0][0])
         prompt = options.initial_prompt
         self._previous = self.tokens.encode(" " + prompt.strip()) if isinstance(prompt, str) else list(prompt or ())
-        self._is_ahead = (
-            options.without_timestamps and not options.condition_on_previous_text and not options.word_timestamps
-        )
 
     @property
     def is_over(self) -> bool:
@@ -220,7 +217,9 @@ class Windows(SpeechRequest):
 
     @property
     def num_ahead(self) -> int:
-        return 1 << 30 if self._is_ahead and not self._previous else 1
+        options = self.options
+        reads_text = options.condition_on_previous_text or self._previous
+        return 1 if reads_text or options.word_timestamps or not options.without_timestamps else 1 << 30
 
     def _place(self, clip: int, seek: int) -> tuple[int, int, int] | None:
         """Returns the next window: its clip, its first frame and its length; None at the end."""
@@ -232,15 +231,12 @@ class Windows(SpeechRequest):
         return None
 
     def _detection_windows(self) -> Iterator[tuple[Array, tuple[int, int] | None]]:
-        start = int(self.options.clip_timestamps[0] * FRAMES_PER_SECOND) if self.options.clip_timestamps else 0
-        start = start if start < self.num_frames else 0
+        start = 0 if self._next is None else self._next[1]
         for number in range(self.options.language_detection_segments):
             seek = start + number * self.width
             if number and seek >= self.features.all_frames:
                 return
-            # At the end of the recording, a window that is decoded has a frame less.
-            is_same = not number and seek + self.width <= self.num_frames
-            yield self.features.window(seek, self.width), (seek, self.width) if is_same else None
+            yield self.features.window(seek, self.width), None if number else (seek, self.width)
 
     def next_job(self) -> Job:
         assert self._next is not None and self._language is not None
@@ -249,7 +245,7 @@ class Windows(SpeechRequest):
         self._first = None
         work = self.decoder.decode(
             self.features.window(seek, size), self._language, self._previous, offset=seek / FRAMES_PER_SECOND,
-            seconds=size / FRAMES_PER_SECOND, num_frames=size, is_first=seek == 0, seed=seek, states=states,
+            seconds=size / FRAMES_PER_SECOND, num_frames=size, states=states,
         )  # fmt: skip
         is_alone = self.num_ahead == 1
         self._next = None if is_alone else self._place(clip, seek + size)
@@ -258,12 +254,11 @@ class Windows(SpeechRequest):
     def _put(self, window: Window, clip: int, seek: int, size: int, is_alone: bool) -> list[Segment]:
         following = seek + window.seek
         segments: list[Segment] = []
-        if window.drafts is not None:
-            drafts: list[Draft] | None = window.drafts
-            if self.options.word_timestamps:
-                drafts, following = self._with_words(window, seek, size)
-            if drafts is not None:
-                segments = self._segments(window, drafts, seek)
+        drafts = window.drafts
+        if drafts is not None and self.options.word_timestamps:
+            drafts, following = self._with_words(window, drafts, seek, size)
+        if drafts is not None:
+            segments = self._segments(window, drafts, seek)
         following = following if following > seek else seek + size  # never the same window again
         self.progress = min(following, self.num_frames) / FRAMES_PER_SECOND
         if is_alone or following != seek + size:
@@ -283,9 +278,9 @@ class Windows(SpeechRequest):
         self._previous = [] if is_reset or not options.condition_on_previous_text else self._previous + ids
         return segments
 
-    def _with_words(self, window: Window, seek: int, size: int) -> tuple[list[Draft] | None, int]:
+    def _with_words(self, window: Window, drafts: list[Draft], seek: int, size: int) -> tuple[list[Draft] | None, int]:
         """Gives a window's segments their words. Returns the segments that stay, and where the next window begins."""
-        offset, drafts = seek / FRAMES_PER_SECOND, window.drafts or []
+        offset = seek / FRAMES_PER_SECOND
         self.words.put(drafts, window.words, offset, self.tokens.text_end)
         following, last = seek + window.seek, _last_end(drafts)
         if not window.ends_with_time and last is not None and last > offset:
@@ -334,17 +329,6 @@ def _last_end(drafts: Sequence[Draft]) -> float | None:
     return words[-1].end if words else drafts[-1].end if drafts else None
 
 
-class Chunk(NamedTuple):
-    """Speech that is decoded as one window: its parts, and its begin in all speech, in samples."""
-
-    parts: list[Part]
-    start: int
-
-    @property
-    def length(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
-
-
 class Chunks(SpeechRequest):
     """Windows between pauses, none of which depends on another: those of `BatchedInferencePipeline`."""
 
@@ -357,29 +341,31 @@ class Chunks(SpeechRequest):
         if options.has_clips:
             clips = options.clips(RATE, len(recording))
             parts = [Part(at, min(at + most, stop)) for start, stop in clips for at in range(start, stop, most)]
-            self._chunks = [Chunk([part], part.start) for part in parts]
+        elif options.vad_filter or len(recording) >= most:
+            given = options.vad() if options.vad_parameters else options.vad(min_silence_duration_ms=_MIN_PAUSE_MS)
+            self._vad = VadOptions(**{**vars(given), "max_speech_duration_s": most / RATE})
+            parts = speech_parts(recording, self._vad)
         else:
-            if options.vad_filter or len(recording) >= most:
-                given = options.vad() if options.vad_parameters else options.vad(min_silence_duration_ms=_MIN_PAUSE_MS)
-                self._vad = VadOptions(**{**vars(given), "max_speech_duration_s": most / RATE})
-                parts = speech_parts(recording, self._vad)
-            else:
-                parts = [Part(0, len(recording))]
-            self._chunks = _joined(parts, most)
+            parts = [Part(0, len(recording))]
         self._speech = Spliced(recording, parts)
-        self._place = 0
+        # What is decoded as one window, with its begin in the recording or in all of its speech.
+        if options.has_clips:
+            chunks = [(part.start, Spliced(recording, [part])) for part in parts]
+        else:
+            chunks = [(start, Spliced(recording, joined)) for start, joined in _joined(parts, most)]
+        self._left = deque(chunks)
 
     @property
     def is_over(self) -> bool:
-        return self._place == len(self._chunks)
+        return not self._left
 
-    def _features(self, chunk: Chunk) -> Features:
-        return Features(Spliced(self.recording, chunk.parts), self.config.n_mels, self.config.max_frames)
+    def _features(self, chunk: Spliced) -> Features:
+        return Features(chunk, self.config.n_mels, self.config.max_frames)
 
     def _detection_windows(self) -> Iterator[tuple[Array, tuple[int, int] | None]]:
         width = self.config.max_frames
         pieces, left = [], self.options.language_detection_segments * width
-        for chunk in self._chunks:
+        for _, chunk in self._left:
             if left <= 0:
                 break
             features = self._features(chunk)
@@ -391,18 +377,17 @@ class Chunks(SpeechRequest):
 
     def next_job(self) -> Job:
         assert self._language is not None
-        chunk, self._place = self._chunks[self._place], self._place + 1
-        features, seconds = self._features(chunk), chunk.length / RATE
+        start, chunk = self._left.popleft()
+        features, seconds = self._features(chunk), len(chunk) / RATE
         prompt = self.options.initial_prompt
         previous = self.tokens.encode(prompt) if isinstance(prompt, str) else list(prompt or ())
         work = self.decoder.decode(
-            features.window(0, features.num_frames), self._language, previous, offset=chunk.start / RATE,
-            seconds=seconds, num_frames=math.ceil(seconds) * FRAMES_PER_SECOND, is_first=False, seed=chunk.start,
+            features.window(0, features.num_frames), self._language, previous, offset=start / RATE,
+            seconds=seconds, num_frames=math.ceil(seconds) * FRAMES_PER_SECOND,
         )  # fmt: skip
-        return Job(work, lambda window: self._put(window, chunk))
+        return Job(work, lambda window: self._put(window, int(start / RATE * FRAMES_PER_SECOND), chunk.stop))
 
-    def _put(self, window: Window, chunk: Chunk) -> list[Segment]:
-        seek = int(chunk.start / RATE * FRAMES_PER_SECOND)
+    def _put(self, window: Window, seek: int, stop: int) -> list[Segment]:
         drafts = window.drafts or []
         if self.options.word_timestamps:
             self.words.last_end = self.words.put(drafts, window.words, seek / FRAMES_PER_SECOND, self.tokens.text_end)
@@ -412,19 +397,18 @@ class Chunks(SpeechRequest):
             segment = self._segment(draft, window, seek)
             segment.compression_ratio = compression_ratio(segment.text)
             segments.append(segment)
-        self.progress = chunk.parts[-1].stop / RATE
+        self.progress = stop / RATE
         return segments
 
 
-def _joined(parts: Sequence[Part], most: int) -> list[Chunk]:
-    """Joins parts to chunks of at most `most` samples."""
-    chunks: list[Chunk] = []
+def _joined(parts: Sequence[Part], most: int) -> list[tuple[int, list[Part]]]:
+    """Joins parts to groups of at most `most` samples, each with the number of those before it."""
+    groups: list[tuple[int, list[Part]]] = []
     end = 0
     for part in parts:
-        size = part.stop - part.start
-        if chunks and chunks[-1].length + size <= most:
-            chunks[-1].parts.append(part)
+        start, end = end, end + part.stop - part.start
+        if groups and end - groups[-1][0] <= most:
+            groups[-1][1].append(part)
         else:
-            chunks.append(Chunk([part], end))
-        end += size
-    return chunks
+            groups.append((start, [part]))
+    return groups

@@ -91,10 +91,14 @@ class Spliced:
     Args:
         recording: the audio.
         parts: the first sample of each part and the one after its last, in ascending order.
+
+    Attributes:
+        stop: the sample of the recording after the last part.
     """
 
     def __init__(self, recording: Recording, parts: Iterable[tuple[int, int]]) -> None:
         self._recording, self._parts = recording, list(parts)
+        self.stop = self._parts[-1][1] if self._parts else 0
         self._ends = [*itertools.accumulate(stop - start for start, stop in self._parts)]  # in the spliced audio
 
     def __len__(self) -> int:

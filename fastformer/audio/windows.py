@@ -104,8 +104,6 @@ class Decoder:
         offset: float,
         seconds: float,
         num_frames: int,
-        is_first: bool,
-        seed: int,
         states: Any = None,
     ) -> Generator[Ask, Any, Window]:
         """Decodes a window.
@@ -114,10 +112,8 @@ class Decoder:
             features: its features.
             language: the code of its language, unless that is detected for each window.
             previous: the ids of the text before it.
-            offset: its begin, in seconds.
+            offset: its begin, in seconds, which seeds sampling. The text of the window at 0 begins with the prefix.
             seconds, num_frames: its length.
-            is_first: whether its text begins with the prefix.
-            seed: the seed of sampling.
             states: its states, if they are known already.
         """
         options, tokens = self.options, self.tokens
@@ -125,8 +121,8 @@ class Decoder:
             states = yield Ask("encode", features[None])
         if options.multilingual:
             language = (yield Ask("detect_language", states))[0][0][2:-2]
-        prompt = self._prompt(language, previous, options.prefix if is_first and not self.is_batch else None)
-        text = yield from self._text(states, prompt, seed)
+        prompt = self._prompt(language, previous, options.prefix if offset == 0 and not self.is_batch else None)
+        text = yield from self._text(states, prompt, round(offset * FRAMES_PER_SECOND))
         if not self.is_batch and _is_silent(text, options):
             return Window(text, None, num_frames, False, [])
         drafts, seek, ends_with_time = split(tokens, text.tokens, offset, seconds, num_frames)
