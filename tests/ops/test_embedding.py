@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fastformer.ops import embedding, sinusoidal_positions
 from tests.checks import assert_equals_plain, assert_op_accurate, keep_mask, keep_scale
-from tests.covering import each
+from tests.covering import covering, each
 from tests.no_sync import no_waiting
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -82,9 +82,10 @@ def test_expanded_rows_are_read_in_place(of_table: bool, backend: str, device: s
         assert sum(max(event.self_cpu_memory_usage, 0) for event in profiled.key_averages()) < 2**20
 
 
-@each("scale, padding_idx", [(1.0, None), (5.0, 0), (0.3, -2)])
-@pytest.mark.parametrize("positions", ["none", "in order", "given"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype, positions, scale, padding_idx",
+    covering(DTYPES, ["none", "in order", "given"], [(1.0, None), (5.0, 0), (0.3, -2)]),
+)
 def test_accuracy(dtype, positions, scale, padding_idx, backend, device) -> None:
     table = None if positions == "none" else dtype
     inputs = make_inputs((3, 17), 11, 24, device, dtype, table=table, positions=positions == "given")
@@ -163,9 +164,7 @@ def test_padding_gives_zeros_and_gets_no_gradient(backend: str, device: str) -> 
     assert weight.grad[4].abs().min() > 0
 
 
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.1, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, dropout_p, positions", covering(DTYPES, [0.1, 1.0], [False, True]))
 def test_dropout_equals_the_formula(dtype, dropout_p, positions, backend, device) -> None:
     inputs = make_inputs((3, 7), 11, 29, device, dtype, table=dtype, positions=positions)
     compare(inputs, scale=3.0, padding_idx=0, dropout_p=dropout_p)

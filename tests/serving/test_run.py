@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from unittest import mock
 
@@ -40,6 +40,13 @@ class Running(Server):
         if found and self.at_end is not None:
             self.at_end()
         return found
+
+
+@pytest.fixture(autouse=True)
+def _frozen_as_before() -> Iterator[None]:
+    """Freezes what the end of a server unfreezes: all objects of the process, which each collection would look at."""
+    yield
+    gc.freeze()
 
 
 @contextlib.asynccontextmanager
