@@ -42,6 +42,14 @@ def server(folder) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
+def http() -> Iterator[Any]:
+    """Returns a client that keeps its connections, each of which takes ten milliseconds to make."""
+    httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
+    with httpx.Client(timeout=20) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def client(server) -> Iterator[Any]:
     """Returns OpenAI's client for the server."""
     openai = pytest.importorskip("openai", reason="the openai library is not installed")

@@ -19,6 +19,7 @@ from fastformer import CrossEncoder, Encoder, MultiVectorEncoder
 from fastformer.data import ByteTokenizer
 from fastformer.models import GPT
 from fastformer.serving import Limits, open_service
+from tests.covering import each
 from tests.encoding.folders import D_MODEL, MANY, bert, masked, modules, write
 from tests.encoding.test_decoders import decoder
 from tests.generation.small import tiny
@@ -344,14 +345,14 @@ WRONG += [
 ]
 
 
-@pytest.mark.parametrize("path, body, status, kind", WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_errors_have_teis_format(path, body, status, kind, request) -> None:
+@each("path, body, status, kind", WRONG)
+def test_errors_have_teis_format(path, body, status, kind, request, http) -> None:
     url = request.getfixturevalue({"embed": "server", "rerank": "ranker", "predict": "classifier"}[path]).url
-    answer = httpx.post(f"{url}/{path}", content=json.dumps(body), headers={"content-type": "application/json"})
+    answer = http.post(f"{url}/{path}", content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code == status and answer.json()["error_type"] == kind and answer.json()["error"], answer.text
 
 
-@pytest.mark.parametrize(
+@each(
     "change, param",
     [
         ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": ["a", ""]}, "input.1"),
@@ -363,8 +364,8 @@ def test_errors_have_teis_format(path, body, status, kind, request) -> None:
         ({"task": "retrieval.query"}, "task"), ({"output_dtype": "int8"}, "output_dtype"),
     ],
 )  # fmt: skip
-def test_wrong_embeddings_are_named(change, param, server) -> None:
-    answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "mini", "input": "a"} | change)
+def test_wrong_embeddings_are_named(change, param, server, http) -> None:
+    answer = http.post(f"{server.url}/v1/embeddings", json={"model": "mini", "input": "a"} | change)
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     assert answer.json()["error"]["param"] == param
 

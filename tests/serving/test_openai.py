@@ -21,6 +21,7 @@ from fastformer import Chat
 from fastformer.checkpoints import load_model
 from fastformer.generation import generate
 from fastformer.serving import Limits, open_service
+from tests.covering import each
 from tests.serving import models
 from tests.serving.asking import events, serving
 from tests.serving.servers import post_head, running, until
@@ -338,12 +339,10 @@ CODES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path, body, param", WRONG, ids=[f"{param}-{i}" for i, (*_, param) in enumerate(WRONG)])
-def test_errors_name_the_cause(path, body, param, server) -> None:
+@each("path, body, param", WRONG)
+def test_errors_name_the_cause(path, body, param, server, http) -> None:
     text = json.dumps(body)  # NaN and lone surrogates too
-    answer = httpx.post(
-        f"{server.url}/v1/{path}", content=text, headers={"content-type": "application/json"}, timeout=20
-    )
+    answer = http.post(f"{server.url}/v1/{path}", content=text, headers={"content-type": "application/json"})
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     error = answer.json()["error"]
     assert error["param"] == param and error["message"] and error["type"].endswith("_error")

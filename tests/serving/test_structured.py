@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from fastformer.serving import open_service
+from tests.covering import each
 from tests.serving import models
 from tests.serving.asking import serving
 
@@ -124,11 +125,11 @@ BAD: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", BAD, ids=lambda fields: "-".join(fields))
+@each("fields", BAD)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_constraint_that_cannot_be_honoured_is_refused_before_any_token(fields, stream, server) -> None:
+def test_a_constraint_that_cannot_be_honoured_is_refused_before_any_token(fields, stream, server, http) -> None:
     for route, body in (("chat/completions", {"messages": ASKED}), ("completions", {"prompt": "a"})):
-        answer = httpx.post(f"{server.url}/v1/{route}", json={**body, **fields, "stream": stream})
+        answer = http.post(f"{server.url}/v1/{route}", json={**body, **fields, "stream": stream})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] in fields and answer.json()["error"]["message"]
 

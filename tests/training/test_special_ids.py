@@ -17,6 +17,7 @@ from fastformer.special_ids import SpecialIds
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training.sections import OF_TOKENIZER
 from tests.test_special_ids import OTHER, RENAMED, renaming  # of bytes that no text here has
+from tests.covering import by_turns
 from tests.training.tiny import PAIRS, changed, losses
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -54,7 +55,7 @@ def any_config(request, config, tmp_path) -> TrainConfig:
     return changed(config, **options)
 
 
-@pytest.mark.parametrize(("before", "after"), RENAMED)
+@pytest.mark.parametrize("any_config, before, after", by_turns([*KINDS], RENAMED), indirect=["any_config"])
 def test_renamed_ids_do_not_change_the_loss(any_config, tmp_path, monkeypatch, before, after) -> None:
     names = renaming(before, after, 259)
     one = begin(any_config, tmp_path / "one", RenamedBytes(before), monkeypatch)
