@@ -55,7 +55,9 @@ def any_config(request, config, tmp_path) -> TrainConfig:
     return changed(config, **options)
 
 
-@pytest.mark.parametrize("any_config, before, after", by_turns([*KINDS], RENAMED), indirect=["any_config"])
+@pytest.mark.parametrize(
+    "any_config, before, after", by_turns([*KINDS], [param.values for param in RENAMED]), indirect=["any_config"]
+)
 def test_renamed_ids_do_not_change_the_loss(any_config, tmp_path, monkeypatch, before, after) -> None:
     names = renaming(before, after, 259)
     one = begin(any_config, tmp_path / "one", RenamedBytes(before), monkeypatch)
