@@ -19,9 +19,10 @@ from torch import Tensor
 
 from fastformer.checkpoints import ctranslate2, model_bin
 from fastformer.checkpoints.ctranslate2 import as_tensor, as_tensors, dtype_of
-from fastformer.checkpoints.hf.common import equal_rows, generation_settings, load_foreign, with_search_ids
+from fastformer.checkpoints.hf.common import equal_rows, load_foreign
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.prompts import read_tokenizer
+from fastformer.checkpoints.hf.search_file import generation_settings, with_search_ids
 from fastformer.data import Tokenizer
 from fastformer.files import read_json, read_json_list
 from fastformer.models import GPT, GPTConfig

@@ -148,7 +148,8 @@ def load_speech(folder: Path) -> SpeechWeights:
             settings = read_json(folder / CONFIG)
             if (kind := settings.get("model_type")) != "whisper":
                 raise ValueError(f"expected a Whisper, a model of type 'whisper', got {kind!r:.60}")
-            from fastformer.checkpoints.hf.common import check_floating, generation_settings, read_weights
+            from fastformer.checkpoints.hf.common import check_floating, read_weights
+            from fastformer.checkpoints.hf.search_file import generation_settings
 
             state = read_weights(folder)
             check_floating(settings, state)

@@ -25,7 +25,7 @@ def quantize(run: str, out: str, *, precision: Literal["int8", "int4", "q8_0", "
 
     from fastformer.checkpoints import load_model
     from fastformer.checkpoints.gguf import Kind, is_gguf, write_gguf
-    from fastformer.checkpoints.hf.common import GENERATION
+    from fastformer.checkpoints.hf.search_file import GENERATION
     from fastformer.files import write_atomically
     from fastformer.generation.folder_options import saved_options
     from fastformer.models.weights import weights_size

@@ -19,7 +19,7 @@ import torch
 from fastformer.checkpoints import generation_settings, gguf, load_model, model_bin
 from fastformer.checkpoints.hf import model_type
 from fastformer.checkpoints.hf.adapters import load_adapter
-from fastformer.checkpoints.hf.common import GENERATION, search_settings
+from fastformer.checkpoints.hf.search_file import GENERATION, search_settings
 from fastformer.generation.config import OPTIONS, GenerationConfig, Precision
 from fastformer.generation.engines import Engine
 from fastformer.generation.model_protocols import DTYPES, asked_precision, check_precision

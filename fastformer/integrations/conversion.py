@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, encoding_family, from_model, why_unsupported
-from fastformer.checkpoints.hf.common import Checkpoint, with_search_ids
+from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.fields import FIELDS, unknown_fields
 from fastformer.checkpoints.hf.mixtures import in_memory
 from fastformer.checkpoints.hf.rope import of_version
+from fastformer.checkpoints.hf.search_file import with_search_ids
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, GPT, Transformer
 

@@ -145,6 +145,9 @@ def test_missing_and_damaged_parts_are_named(kind, name, does_without, copy, cap
         ("marian", "generation_config.json", {"bad_words_ids": [7]}, r"\bbad_words_ids\b"),
         ("marian", "generation_config.json", {"bad_words_ids": [[-1]]}, r"\bbad_words_ids\b"),
         ("marian", "generation_config.json", {"bad_words_ids": [[100000]]}, "100000"),
+        ("marian", "generation_config.json", {"suppress_tokens": [[7]]}, "suppress_tokens"),
+        ("marian", "generation_config.json", {"suppress_tokens": [100000]}, "100000"),
+        ("marian", "generation_config.json", {"decoder_start_token_id": "7"}, "start"),
         ("t5", "config.json", {"eos_token_id": 3}, "'</s>' .*eos_token_id .*3, got 1"),
         ("t5", "config.json", {"num_layers": 1}, r"encoder\.block\.1"),
         ("t5", "config.json", {"d_kv": 64}, r"in_proj_weight: expected \(576, 32\)"),
@@ -377,6 +380,33 @@ def test_search_options_are_named(tmp_path, caplog) -> None:
     assert "forced_bos_token_id=0, no_repeat_ngram_size=3" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["marian", "bart", "t5"])
+def test_a_search_starts_and_ends_and_is_forbidden_what_the_folder_says(kind, made, copy) -> None:
+    """Where generation_config.json differs from config.json, as after a change to model.generation_config."""
+    saved, folder = made(kind), copy(kind)
+    ids = torch.tensor([saved.tokenizer(saved.texts[1])["input_ids"]])
+    end = saved.model.config.eos_token_id
+    said = generate(loaded(folder)[0], ids, max_new_tokens=8)[0].tolist()
+    values = {"decoder_start_token_id": 7, "suppress_tokens": [said[0], end], "eos_token_id": [end]}
+    for _ in range(2):
+        setting("generation_config.json", **values)(folder)
+        theirs = type(saved.model).from_pretrained(folder).eval().generate(ids, max_new_tokens=8)
+        model = loaded(folder)[0]
+        found = generate(model, ids, max_new_tokens=8)
+        assert found.tolist() == theirs[:, 1:].tolist() != [said]
+        assert model.config.special_ids.first_eos == end  # which sources end with
+        values["eos_token_id"] = [found.max().item(), end]
+
+
+@pytest.mark.parametrize("name, value", [("eos_token_id", [9]), ("eos_token_id", 9), ("decoder_start_token_id", [9])])
+def test_ids_of_a_search_that_the_model_cannot_have_are_named(name, value, copy, caplog) -> None:
+    folder = copy("marian")
+    before = loaded(folder)[0].config.special_ids
+    assert not caplog.records
+    setting("generation_config.json", **{name: value})(folder)
+    assert loaded(folder)[0].config.special_ids == before and f"{name}={value}" in caplog.text
+
+
 def test_other_commands_say_that_it_is_a_translator(made, tmp_path, capsys) -> None:
     folder = made("marian").folder
     assert main(["generate", str(folder), "two"]) == 1
@@ -496,7 +526,7 @@ NORM = "model.encoder.layernorm_embedding.weight"
         setting("config.json", encoder_layers=1_000_000),
         setting("config.json", max_position_embeddings=10**9),
         setting("config.json", pad_token_id="x"),
-        setting("config.json", decoder_start_token_id=10**9),
+        setting("generation_config.json", decoder_start_token_id=10**9),
         setting("config.json", encoder_ffn_dim=10**11, decoder_ffn_dim=10**11),
     ],
 )

@@ -27,12 +27,12 @@ from fastformer.checkpoints.hf import (
 from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
 from fastformer.checkpoints.hf.common import Checkpoint, ReadTokenizer
 from fastformer.checkpoints.hf.common import Family as Family
-from fastformer.checkpoints.hf.common import generation_settings as generation_settings
 from fastformer.checkpoints.hf.common import load_folder as load_folder
 from fastformer.checkpoints.hf.common import model_type as model_type
 from fastformer.checkpoints.hf.decoder import Form
 from fastformer.checkpoints.hf.encoder import CLASSIFIER, EncoderForm
 from fastformer.checkpoints.hf.fields import check_fields, with_usual_ids
+from fastformer.checkpoints.hf.search_file import generation_settings as generation_settings
 from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t5
 from fastformer.models import BERT, GPT, Transformer
 

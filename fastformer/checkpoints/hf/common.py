@@ -11,7 +11,6 @@ generation_config.json       the options of a search
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,6 +19,13 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf.quantized import dequantized, note_precision, quantization_settings
+from fastformer.checkpoints.hf.search_file import (
+    FORCED,
+    forbidden_ids,
+    search_settings,
+    warn_of_unapplied,
+    with_search_ids,
+)
 from fastformer.checkpoints.tensors import check_empty as check_empty
 from fastformer.checkpoints.tensors import some as some
 from fastformer.checkpoints.tensors import taken as taken
@@ -48,14 +54,10 @@ from fastformer.special_ids import SpecialIds
 
 logger = logging.getLogger("fastformer")
 
-GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _OLD_WEIGHTS = "pytorch_model.bin"
 # The usual names of the special tokens that translators have.
 SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
-# Options that change the output of a search, each with the value that changes nothing.
-_FORCED = "forced_bos_token_id"
-_SEARCH_OPTIONS = {_FORCED: None, "no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0}
 
 
 # The activations of `GPTConfig` and `TransformerConfig` by transformers' names, and transformers' names by these.
@@ -153,9 +155,9 @@ def load_folder(
 ) -> tuple[Transformer | GPT | BERT, Tokenizer]:
     """Loads the model and the tokenizer of a folder that transformers saved.
 
-    The ids that the folder of an encoder-decoder forbids are the config's `suppress_tokens`. Other options of its
-    search in generation_config.json have to be passed to `generate`; a warning names them. A decoder's options are
-    those of `generation.folder_options`. Quantised weights keep their values: see
+    The start and the ends of an encoder-decoder's search are the config's `special_ids`, and the ids that it forbids
+    are its `suppress_tokens`. Other options in generation_config.json have to be passed to `generate`; a warning names
+    them. A decoder's options are those of `generation.folder_options`. Quantised weights keep their values: see
     `checkpoints.hf.quantized`.
 
     Args:
@@ -180,50 +182,21 @@ def load_folder(
         if dtype is None and torch.device(device or "cpu").type == "cpu":
             is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
             dtype = torch.float32 if is_half else None if plain is None else plain.dtype
-        search = search_settings(folder, settings)
-        never = _forbidden(folder, search) if family.kind == "seq2seq" else []
-        if family.kind == "decoder":
-            settings = with_search_ids(settings, search)
+        search, never = search_settings(folder, settings), list[int]()
+        if family.kind == "seq2seq":
+            never = forbidden_ids(folder, search)
+        if family.kind != "encoder":
+            settings = with_search_ids(settings, search, reads_sources=family.kind == "seq2seq")
         model = family.to_model(Checkpoint(settings, state, unk, never, device=device, dtype=dtype))
         if plain is not None:
             note_precision(model, plain, folder)
         tokenizer = make_tokenizer(model.config)
     except (ValueError, IndexError) as error:
         raise ValueError(f"{folder}: {error}") from error
-    unapplied = [
-        f"{name}={search[name]}"
-        for name, none in _SEARCH_OPTIONS.items()
-        if search.get(name) not in (None, none) and not (name == _FORCED and getattr(tokenizer, "languages", None))
-    ]
-    if unapplied and family.kind == "seq2seq":  # what searches with a decoder reads its folder's options, and logs them
-        logger.warning("%s has search options that are not applied: pass %s to generate", folder, ", ".join(unapplied))
+    if isinstance(model, Transformer):  # what searches with a decoder reads its folder's options, and logs them
+        languages = getattr(tokenizer, "languages", None)
+        warn_of_unapplied(folder, search, model.config.special_ids, has_languages=bool(languages))
     return model, tokenizer
-
-
-def with_search_ids(settings: Mapping[str, Any], search: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model's settings with the special ids of its search, which may differ if the model was trained to chat.
-
-    Args:
-        settings: the model's config.json.
-        search: the model's generation_config.json.
-    """
-    ids = {name: search.get(name) for name in ("pad_token_id", "eos_token_id")}
-    return {**settings, **{name: value for name, value in ids.items() if value is not None}}
-
-
-def generation_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns a saved folder's options of a search; `generate` takes them as its generation_config.
-
-    Args:
-        folder: has a generation_config.json. The result is empty if it has none, as a run folder does.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    file = Path(folder) / GENERATION
-    if not file.is_file():
-        return {}
-    return {name: value for name, value in read_json(file).items() if value is not None and not name.startswith("_")}
 
 
 def special_tokens(
@@ -310,7 +283,7 @@ def languages_of(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, in
     Raises:
         ValueError: there are no languages, or a default isn't one of them.
     """
-    named, forced = tokenizer_settings(folder), search_settings(folder, settings).get(_FORCED)
+    named, forced = tokenizer_settings(folder), search_settings(folder, settings).get(FORCED)
     target = named.get("tgt_lang")
     if places == "start":
         forced = settings.get("decoder_start_token_id")
@@ -318,37 +291,8 @@ def languages_of(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, in
     if forced is not None:
         target = next((name for name, i in ids.items() if i == forced), None)
         if target is None:
-            raise ValueError(f"expected a {_FORCED} that is one of the tokenizer's languages, got {forced!r}")
+            raise ValueError(f"expected a {FORCED} that is one of the tokenizer's languages, got {forced!r}")
     return Languages(ids, places, source=named.get("src_lang"), target=target)
-
-
-def search_settings(folder: Path, settings: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Returns the options of a search, from their own file or, in older folders, from the model's settings.
-
-    Args:
-        folder: the folder.
-        settings: the model's settings; None: they are read.
-    """
-    file = folder / GENERATION
-    if file.is_file():
-        return read_json(file)
-    return read_json(folder / CONFIG) if settings is None else settings
-
-
-def _forbidden(folder: Path, search: Mapping[str, Any]) -> list[int]:
-    """Returns the ids that the model must never generate, as transformers reads them: an id of eos isn't one."""
-    words = search.get("bad_words_ids") or []
-    if not isinstance(words, list) or not all(isinstance(word, list) and all(map(_is_id, word)) for word in words):
-        raise ValueError(f"expected bad_words_ids to be lists of ids, got {words!r:.60}")
-    if any(len(word) != 1 for word in words):
-        logger.warning("%s forbids sequences of tokens, which is not applied: pass bad_words_ids to generate", folder)
-    ends = search.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    return sorted({word[0] for word in words if len(word) == 1 and word[0] not in ends})
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
