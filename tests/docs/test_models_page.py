@@ -12,6 +12,7 @@ from fastformer.checkpoints.gguf.blocks import Kind
 from fastformer.checkpoints.gguf.models import ARCHITECTURES
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.integrations.known import RETURNS_TUPLES
+from tests.covering import each
 from tests.docs.pages import DOCS
 
 _SIZES = {
@@ -52,7 +53,7 @@ def test_the_tables_of_gguf_have_its_architectures_and_kinds() -> None:
     assert {name for cell in cells for name in re.findall(r"\b[A-Z]+[0-9]+\w*", cell)} == {kind.name for kind in Kind}
 
 
-@pytest.mark.parametrize("kind", list(FAMILIES))
+@each("kind", list(FAMILIES))
 def test_a_row_matches_accelerate_and_the_engine(rows: dict[str, list[str]], kind: str) -> None:
     if RETURNS_TUPLES and kind == "t5":
         pytest.skip("the page says below the table what differs with transformers 4.57")

@@ -37,7 +37,7 @@ def test_a_block_runs_or_says_why_not(page: Path) -> None:
             assert head != "console" or commands(text), f"{page}: no line begins with '$ ' in {text}"
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+@each("page", [README, *PAGES])
 def test_a_command_line_is_understood(page: Path) -> None:
     """This includes blocks that don't run: their flags exist, and their settings are consistent."""
     for head, text in blocks(page):

@@ -16,8 +16,8 @@ from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds
 from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training.sections import OF_TOKENIZER
-from tests.test_special_ids import OTHER, RENAMED, renaming  # of bytes that no text here has
 from tests.covering import by_turns
+from tests.test_special_ids import OTHER, RENAMED, renaming  # of bytes that no text here has
 from tests.training.tiny import PAIRS, changed, losses
 
 KINDS: dict[str, dict[str, Any]] = {
