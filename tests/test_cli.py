@@ -115,7 +115,7 @@ def test_a_missing_package_is_in_the_extra_that_is_named(monkeypatch, ran) -> No
         assert package in installed
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@each("command", cli.COMMANDS)
 def test_what_a_folder_saves_is_finished_without_an_output(command, monkeypatch) -> None:
     seen = []
     monkeypatch.setattr("fastformer.commands._parsing.parse", lambda *_: {})

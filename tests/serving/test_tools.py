@@ -420,7 +420,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS)
+@each("arguments", ARGUMENTS)
 def test_arguments_are_told_as_the_model_writes_them(arguments, family) -> None:
     style = AnswerStyle(FORMATS[family], [*SCHEMAS])
     parser = AnswerParser(style)
@@ -429,7 +429,7 @@ def test_arguments_are_told_as_the_model_writes_them(arguments, family) -> None:
     assert calls == [{"name": "clock", "arguments": arguments}, {"name": "weather", "arguments": "{}"}]
 
 
-@pytest.mark.parametrize("arguments", ["5", "null", "{}", '"a"', "[1]"])
+@each("arguments", ["5", "null", "{}", '"a"', "[1]"])
 def test_text_behind_arguments_without_an_object_around_them_stays(arguments) -> None:
     parser = AnswerParser(AnswerStyle(FORMATS["mistral 11"], [*SCHEMAS]))
     parts = [*parser.add(f"[TOOL_CALLS]clock[ARGS]{arguments}}} x"), *parser.add("", is_end=True)]

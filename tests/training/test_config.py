@@ -305,7 +305,7 @@ KEPT = """
 """
 
 
-@pytest.mark.parametrize("name", KEPT.split())
+@each("name", KEPT.split())
 def test_settings_of_the_weights_and_the_order_are_kept(config, name) -> None:
     assert set(FIXED.split()) == set(KEPT.split())
     other = copy.copy(config)  # not a new one, which would ask whether the settings fit together
