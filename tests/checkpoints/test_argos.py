@@ -142,3 +142,20 @@ def test_files_that_are_cut_damaged_or_missing_are_errors(tmp_path) -> None:
     (folder / "sentencepiece.model").unlink()
     with pytest.raises(ValueError, match=r"sentencepiece\.model"):
         load(folder)
+
+
+# What is changed in each entry's place in the directory at the end, and what zipfile says of it.
+DAMAGED = {"checksum": (16, "CRC"), "encrypted": (8, "encrypted"), "method": (10, "compression")}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_zipfile_says_is_told(name, tmp_path) -> None:
+    offset, message = DAMAGED[name]
+    data = bytearray(zipped(path := tmp_path / "x.argosmodel").read_bytes())
+    place = data.find(b"PK\1\2")
+    while place >= 0:
+        data[place + offset] ^= 1
+        place = data.find(b"PK\1\2", place + 1)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"(?s)x\.argosmodel.*{message}"):
+        load(path)

@@ -89,6 +89,19 @@ def test_a_terminal_gets_no_numbers_and_a_count_of_texts(encoder, tmp_path, monk
     assert f"{len(TEXTS)}text" in screen.getvalue()
 
 
+@pytest.mark.parametrize("terminals", [(), ("stdout",), ("stderr",), ("stdin",), ("stdout", "stderr")])
+def test_only_a_terminal_that_would_get_the_numbers_is_refused(encoder, monkeypatch, terminals) -> None:
+    given(monkeypatch, [])
+    out = io.BytesIO()
+    for name, stream in (("stdout", io.TextIOWrapper(out)), ("stderr", io.StringIO())):
+        monkeypatch.setattr(sys, name, stream)
+    for name in terminals:
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda: True)
+    assert main(["embed", str(encoder), TEXTS[0]]) == ("stdout" in terminals)
+    sys.stdout.flush()
+    assert out.getvalue()[1:6] == (b"" if "stdout" in terminals else b"NUMPY")
+
+
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX")
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
 def test_the_file_has_the_permissions_of_any_new_file(encoder, tmp_path, monkeypatch, mask) -> None:

@@ -64,9 +64,10 @@ def test_a_language_model_too(tmp_path, ran) -> None:
 
 @pytest.mark.parametrize(("flags", "kind"), [((), "Q8_0"), (("--precision", "int8"), "Q8_0"),
                                              (("--precision", "q4_0"), "Q4_0")])  # fmt: skip
-def test_the_precision_of_a_gguf_file(flags, kind, tmp_path) -> None:
+def test_the_precision_of_a_gguf_file(flags, kind, tmp_path, ran) -> None:
     out = tmp_path / "small.gguf"
-    assert main(["quantize", str(FOLDER / "llama.gguf"), str(out), *flags]) == 0
+    said = ran("quantize", str(FOLDER / "llama.gguf"), str(out), *flags).out
+    assert str(out) in said and f"{out.stat().st_size / 2**20:.1f} MiB" in said
     assert kind in {tensor.kind.name for tensor in read_gguf(out).tensors.values()}
 
 

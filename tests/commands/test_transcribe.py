@@ -94,14 +94,17 @@ def test_several_files_together_are_those_alone(ran, texts, places, tmp_path) ->
 
 def test_a_progress_bar_on_a_terminal(ran, monkeypatch) -> None:
     pytest.importorskip("tqdm", reason="the bar is tqdm's")
-    for words in (["a.wav"], ["a.wav", "b.wav", "--batch_size", "2"]):
+    for words in (["a.wav"], ["a.wav", "b.wav"], ["a.wav", "b.wav", "--batch_size", "2"]):
         lines = ran(*words, "--format", "json", *OPTIONS)[1].splitlines()
         durations = [json.loads(line)["duration"] for line in lines]
         monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
         monkeypatch.setattr(screen, "isatty", lambda: True)
         assert ran(*words, *OPTIONS)[0] == 0
         shown = screen.getvalue()
-        assert all(f"{seconds}/{round(seconds)} [" in shown for seconds in durations), shown  # a bar for each file
+        if len(words) == 2:  # the windows of all files are decoded together
+            assert f"\r{sum(durations):.2f}s [" in shown, shown
+        else:
+            assert all(f"{seconds}/{round(seconds)} [" in shown for seconds in durations), shown  # a bar for each file
         monkeypatch.undo()
 
 

@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +385,37 @@ async def test_a_chat_is_bounded_before_it_is_read(messages, folder, calls_of) -
         fitting = [{"role": "user", "content": "a" * 23, "name": "a" * 10}, {"role": "user", "content": LETTERS * 10}]
         answer = await client.post("/v1/chat/completions", json={"messages": fitting, "max_tokens": 1})
         assert answer.status_code == 200 and len(read) == 1
+
+
+CHAT_A: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def called(text: str) -> dict[str, Any]:
+    call = {"id": "b", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": text})}}
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+# By part of a chat: the body for a text there. A template may read any of them.
+PARTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "content": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "parts": lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+    "name": lambda text: {"messages": [{"role": "user", "content": "a", "name": text}]},
+    "calls": called,
+    "answer of a call": lambda text: {"messages": [{"role": "tool", "content": "a", "tool_call_id": text}]},
+    "reasoning": lambda text: {"messages": [{"role": "assistant", "content": "a", "reasoning_content": text}]},
+    "tools": lambda text: {**CHAT_A, "tools": [{"type": "function", "function": {"name": "f", "description": text}}]},
+    "variables": lambda text: {**CHAT_A, "chat_template_kwargs": {"note": text}},
+    "variables in a list": lambda text: {**CHAT_A, "chat_template_kwargs": {"note": [text]}},
+}
+
+
+async def test_all_text_of_a_chat_counts(folder) -> None:
+    async with serving(open_service(folder, limits=Limits(max_chat_chars=200))) as client:
+        for part, body in PARTS.items():
+            for text, status in (("a", 200), ("a" * 200, 400)):
+                answer = await client.post("/v1/chat/completions", json={**body(text), "max_tokens": 1})
+                assert answer.status_code == status, (part, answer.text)
+                assert status == 200 or "200" in answer.json()["error"]["message"], part
 
 
 def test_unknown_fields_and_neutral_values_are_accepted(client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -434,6 +435,27 @@ def test_text_behind_arguments_without_an_object_around_them_stays(arguments) ->
     parser = AnswerParser(AnswerStyle(FORMATS["mistral 11"], [*SCHEMAS]))
     parts = [*parser.add(f"[TOOL_CALLS]clock[ARGS]{arguments}}} x"), *parser.add("", is_end=True)]
     assert "".join(part.text for part in parts if part.kind == "content") == "} x"
+
+
+@pytest.mark.parametrize(("letter", "place"), [*itertools.product("x=]", (0, 1, 2, 3, 5, 6, 7)), ("]", 4)])
+def test_what_breaks_a_call_is_told_from_there_on(place, letter, family) -> None:
+    pieces = (
+        "{",
+        '"name"',
+        ': "clock"',
+        ', "id"',
+        ": 3",
+        ", ",
+        '"arguments"',
+        ': {"zone": "U"}',
+        "}</tool_call> and more",
+    )
+    before, behind = "".join(pieces[: place + 1]), "".join(pieces[place + 1 :])
+    parser = AnswerParser(AnswerStyle(FORMATS[family], [*SCHEMAS]))
+    mark = SAID[family][: SAID[family].index("{")] if family != "mistral 11" else "[TOOL_CALLS]"
+    parts = [*parser.add(f"{mark}{before}{letter}{behind}"), *parser.add("", is_end=True)]
+    assert "".join(part.text for part in parts if part.kind == "content").endswith(letter + behind)
+    assert [part.text for part in parts if part.kind == "name"] == ["clock"] * (place >= 2 and family != "mistral 11")
 
 
 PIECES = {
