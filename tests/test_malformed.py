@@ -14,6 +14,7 @@ import pytest
 
 from fastformer.cli import main
 from fastformer.training.config import TrainConfig
+from tests.covering import each
 from tests.training.tiny import SIZES, contents
 
 
@@ -140,13 +141,13 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("command", "phrases"), FLAGS, ids=[command for command, _ in FLAGS])
+@each("command, phrases", FLAGS)
 def test_flags_that_do_not_fit(command, phrases, tmp_path, monkeypatch, ran) -> None:
     monkeypatch.chdir(tmp_path)
     refused(shlex.split(command), 2, phrases, tmp_path, ran)
 
 
-@pytest.mark.parametrize(("command", "phrases"), VALUES, ids=[command for command, _ in VALUES])
+@each("command, phrases", VALUES)
 def test_impossible_values(command, phrases, folder, ran) -> None:
     refused(shlex.split(command), 1, phrases, folder, ran)
 

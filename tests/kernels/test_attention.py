@@ -134,8 +134,9 @@ def test_lengths(window: tuple[int | None, int | None], seqlen_q: int, seqlen_k:
 
 
 FEW = {
-    "one": {"seqlen_k": 131}, "causal": {"seqlen_q": 3, "window": (None, 0)}, "window": {"window": (40, 0)},
-    "lengths": {"seqlen_q": 2, "lengths": (90, 0), "heads": 4}, "softcap": {"softcap": 0.7, "head_dim": 40},
+    "one": {"seqlen_k": 131}, "window": {"window": (40, 0)},
+    "lengths": {"seqlen_q": 2, "lengths": (90, 0), "heads": 4},
+    "causal, softcap": {"seqlen_q": 3, "window": (None, 0), "softcap": 0.7, "head_dim": 40},
     "bool": {"mask": "bool", "seqlen_q": 3, "heads": 4},
     "bool_keys": {"mask": "bool", "mask_shape": (True, False, False, True), "heads": 6, "kv_heads": 1, "seqlen_q": 2},
 }  # fmt: skip
