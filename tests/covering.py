@@ -75,23 +75,21 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
     return params
 
 
-def by_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Returns the product of two axes for parametrize; each value occurs in one case that isn't slow.
+def by_turns(*axes: Sequence[Any]) -> list[Any]:
+    """Returns the product of all axes for parametrize; each value occurs in some case that isn't slow.
 
-    The shorter axis repeats. This is for axes that the tested code treats independently.
+    Shorter axes repeat. This is for axes that the tested code treats independently.
 
     Args:
-        first, second: the values of each axis; a tuple in the second is several arguments.
+        axes: the values of each axis; a tuple in any but the first is several arguments.
     """
-    length = min(len(first), len(second))
-    return [
-        pytest.param(
-            value, *(other if isinstance(other, tuple) else (other,)),
-            marks=() if i % length == j % length and (i < length or j < length) else pytest.mark.slow,
-        )
-        for i, value in enumerate(first)
-        for j, other in enumerate(second)
-    ]  # fmt: skip
+    chosen = {tuple(turn % len(axis) for axis in axes) for turn in range(max(map(len, axes)))}
+    params = []
+    for case in itertools.product(*map(range, map(len, axes))):
+        first, *others = (axis[index] for axis, index in zip(axes, case, strict=True))
+        flat = itertools.chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in others)
+        params.append(pytest.param(first, *flat, marks=() if case in chosen else pytest.mark.slow))
+    return params
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -32,7 +32,7 @@ from fastformer.generation.folder_options import folder_options
 from fastformer.integrations import to_huggingface
 from fastformer.models import GPT
 from fastformer.models.quantization import from_grid, from_groups, to_grid
-from tests.covering import covering
+from tests.covering import by_turns, covering
 from tests.foreign.gguf_files import FOLDER, IDS, block_bytes, digest
 from tests.generation.small import needs_cpp
 
@@ -285,8 +285,10 @@ def test_a_word_that_no_merges_make_is_a_token_by_its_name(pre, is_whole, tmp_pa
     assert (200 in load(tmp_path / "x.gguf")[1].encode("zqz")) == is_whole
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "smollm", "qwen2", "gemma3", "olmo2", "starcoder2", "gpt2"])
+@pytest.mark.parametrize(
+    "name, kind",
+    by_turns(["llama", "mistral", "smollm", "qwen2", "gemma3", "olmo2", "starcoder2", "gpt2"], ["q8_0", "q4_0"]),
+)
 def test_a_written_file_has_the_same_model_and_tokens(name, kind, tmp_path, capsys) -> None:
     path = tmp_path / "small.gguf"
     assert main(["quantize", str(FOLDER / f"{name}.gguf"), str(path), "--precision", kind]) == 0

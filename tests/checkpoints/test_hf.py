@@ -24,6 +24,7 @@ from fastformer.generation import Ensemble, Translator, generate
 from fastformer.integrations import to_huggingface
 from tests.checkpoints import decoders, families
 from tests.checkpoints.families import FOLDERS, GERMAN, Saved
+from tests.covering import by_turns
 from tests.models.test_weights import shard
 
 FEW = ["--max_new_tokens", "16", "--no_repeat_ngram_size", "2", "--device", "cpu"]
@@ -260,8 +261,7 @@ def test_scores_are_the_log_probabilities_of_transformers(made) -> None:
         assert found.score == pytest.approx(expected.sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("stopping", [False, True, "never"])
-@pytest.mark.parametrize("kind", ["marian", "bart", "pegasus"])
+@pytest.mark.parametrize("kind, stopping", by_turns(["marian", "bart", "pegasus"], [False, True, "never"]))
 def test_beams_by_transformers_rules_equal_its_own(kind, stopping, made, tmp_path, capsys) -> None:
     saved = made(kind)
     options = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": stopping}
@@ -271,8 +271,7 @@ def test_beams_by_transformers_rules_equal_its_own(kind, stopping, made, tmp_pat
     assert len(set(expected)) > 2
 
 
-@pytest.mark.parametrize("kind", ["marian", "bart", "t5"])
-@pytest.mark.parametrize("forbidden", [[], [7, 9]])
+@pytest.mark.parametrize("kind, forbidden", by_turns(["marian", "bart", "t5"], [[7, 9], []]))
 def test_scores_of_beams_are_those_of_transformers(kind, forbidden, made, tmp_path) -> None:
     """With the folder's own generation config, and more of what it forbids: that keeps its probability."""
     saved = made(kind)

@@ -28,6 +28,7 @@ from fastformer.generation import Chat
 from fastformer.models import stored
 from tests.checkpoints.test_ctranslate2 import written
 from tests.checkpoints.test_gguf import LLAMA, contents, load, to_bytes
+from tests.covering import by_turns
 from tests.foreign.ctranslate2_folders import DECODER_FOLDERS, FOLDERS
 from tests.foreign.gguf_files import FOLDER
 from tests.foreign.gguf_files import IDS as ALL_IDS
@@ -194,8 +195,7 @@ ASKS = {
 }
 
 
-@pytest.mark.parametrize("how", ASKS)
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("how, kind", by_turns([*ASKS], ["q8_0", "q4_0"]))
 def test_asking_for_a_parameter_reads_all(how, kind, q4_0) -> None:
     path = LLAMA if kind == "q8_0" else q4_0
     model, expected = load(path)[0], in_memory(path).state_dict()

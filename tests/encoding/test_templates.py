@@ -69,16 +69,19 @@ def close(ours: Any, plain: Any, exact: Any) -> None:
     assert_accurate(torch.as_tensor(ours).float(), torch.as_tensor(plain).float(), torch.as_tensor(exact).double())
 
 
-@pytest.mark.parametrize("max_len", [24, 18])
 @pytest.mark.parametrize(
-    ("template", "variables"),
+    ("max_len", "template", "variables"),
     [
-        (FLAT, {"add_generation_prompt": True, "thinks": True}),
-        (FLAT, {}),
-        (PARTS, {"add_generation_prompt": True}),
-        (PARTS, {"add_generation_prompt": True, "restore_suffix": False}),
+        pytest.param(max_len, template, variables, marks=() if max_len == usual else pytest.mark.slow)
+        for usual, template, variables in (
+            (18, FLAT, {"add_generation_prompt": True, "thinks": True}),
+            (24, FLAT, {}),
+            (18, PARTS, {"add_generation_prompt": True}),
+            (18, PARTS, {"add_generation_prompt": True, "restore_suffix": False}),
+        )
+        for max_len in (24, 18)
     ],
-    ids=["flat", "flat without an answer", "parts", "parts that are cut whole"],
+    ids=lambda value: value if isinstance(value, int) else "",
 )
 def test_a_generative_reranker_scores_pairs(
     template: str, variables: dict[str, Any], max_len: int, tmp_path: Path

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
+from tests.covering import by_turns
 from tests.engine.plain_encoder import CONFIGS, POOLINGS, drawn, packed, pooled, states
 from tests.engine.test_boundary import ERRORS, FEW, MANY, arrays, ints, odd
 from tests.generation.small import needs_cpp
@@ -68,8 +69,10 @@ def test_pooling_is_in_fp32_whatever_the_precision(kind: str, normalize: bool) -
         assert_accurate(rows, plain, exact)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("name", ["bert", "pre-norm, t5", "modernbert", "wide", "heads of panels"])
+@pytest.mark.parametrize(
+    "name, precision",
+    by_turns(["bert", "pre-norm, t5", "modernbert", "wide", "heads of panels"], ["fp32", "bf16", "int8"]),
+)
 def test_bits_of_a_text_depend_on_nothing_else(name: str, precision: str) -> None:
     wide = {"d_model": 264, "heads": 6, "head_dim": 44, "d_ff": 700, "layers": 2, "types": 2}
     panels = {"d_model": 128, "heads": 2, "head_dim": 64, "windows": (-1, 70)}  # AMX multiplies all of their attention

@@ -12,6 +12,7 @@ import pytest
 from fastformer.generation.engines.cpp import pack
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension
+from tests.covering import by_turns
 from tests.generation.small import needs_cpp
 from tests.generation.weights import CONFIGS, drawn
 
@@ -108,10 +109,12 @@ def test_the_best_k_are_the_first_of_all(vocab, threads) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "cache_dtype"),
-    [("fp32", None), ("bf16", None), ("int8", None), ("int4", None), ("fp32", "int8"), ("int8", "int8")],
+    ("name", "precision", "cache_dtype"),
+    by_turns(
+        [*CONFIGS],
+        [("fp32", None), ("bf16", None), ("int8", None), ("int4", None), ("fp32", "int8"), ("int8", "int8")],
+    ),
 )
-@pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_have_the_bits_of_single_steps_and_can_be_cut(name, precision, cache_dtype) -> None:
     kind, options = CONFIGS[name]
     model, dice = drawn(kind, **options), random.Random(2)

@@ -247,8 +247,10 @@ def test_each_batch_uses_the_weights_at_its_beginning(precision) -> None:
     assert seen[0] != seen[1] != seen[2]
 
 
-@pytest.mark.parametrize("kind", [Transformer, GPT])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "beam_rules": "transformers"}], ids=str)
+@pytest.mark.parametrize(
+    "kind, options",
+    by_turns([Transformer, GPT], [{}, {"num_beams": 3}, {"num_beams": 2, "beam_rules": "transformers"}]),
+)
 def test_suppressed_tokens_may_be_in_many_panels(kind, options) -> None:
     model = drawn(kind, vocab_size=300)
     prompts = [[5, 6, 7], [8, 9], [10]]

@@ -22,6 +22,7 @@ from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
 from fastformer.models import GPT, Transformer
+from tests.covering import by_turns
 from tests.generation.small import needs_cpp, next_logits
 from tests.generation.weights import CONFIGS, drawn
 
@@ -136,8 +137,7 @@ def test_2000_calls_with_drafts_are_the_same_calls() -> None:
         equals_plain(seed)
 
 
-@pytest.mark.parametrize("small", [None, "sinusoidal", "gpt"])
-@pytest.mark.parametrize("memory", [90, 400])
+@pytest.mark.parametrize("memory, small", by_turns([90, 400], [None, "sinusoidal", "gpt"]))
 def test_requests_that_come_and_go_and_begin_again_are_as_if_alone(memory, small) -> None:
     """In little memory the youngest request is restarted, with what it drafts from."""
     model, dice = configured("sinusoidal"), random.Random(3)

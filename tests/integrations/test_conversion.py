@@ -16,7 +16,7 @@ from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT, GPTConfig, SpecialIds, Transformer, TransformerConfig
 from fastformer.nn import MultiheadAttention, RelativePositionBias, SequenceLayout
 from fastformer.ops import record_backends
-from tests.covering import covering
+from tests.covering import by_turns
 from tests.integrations.conversions import CASES, IS_OLD, LEARNED, opinionated, t5, until_end
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -128,7 +128,7 @@ ENGINES = {"Marian": ("cpp", "kv_cache"), "T5": ("cpp", "kv_cache", "recompute")
     [
         case
         for names, (limit, searches) in SEARCHES.items()
-        for case in covering(
+        for case in by_turns(
             names,
             [(search, {"max_new_tokens": limit} | options) for search, options in searches.items()],
             ENGINES.get(names[0].split()[0], ("cpp", "kv_cache", "recompute", "graph")),

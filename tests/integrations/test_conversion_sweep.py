@@ -15,6 +15,7 @@ from fastformer.checkpoints.hf import from_model
 from fastformer.integrations import from_huggingface
 from fastformer.models import Transformer
 from tests.checks import assert_accurate
+from tests.covering import by_turns
 from tests.integrations.conversions import CASES, IS_OLD, Case, drawn
 from tests.nn.comparing import assert_same
 
@@ -122,8 +123,7 @@ LEARNING = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"is_packed": True}, {"label_smoothing": 0.2}], ids=str)
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name, options", by_turns(LEARNING, [{}, {"is_packed": True}, {"label_smoothing": 0.2}]))
 def test_losses_and_gradients_are_the_same(name, options) -> None:
     check_exactly(CASES[name], CASES[name].make(), **options)
 

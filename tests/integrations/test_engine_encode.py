@@ -158,14 +158,17 @@ def test_labels_at_padding_count_in_a_model_with_a_loss_inside(calls: list[int])
     assert calls == [1]
 
 
-@pytest.mark.parametrize("side", ["left", "holes"])
+_TURNS = (("bert", "holes"), ("roberta labels", "left"), ("mpnet", "holes"), ("modernbert", "left"))
+
+
 @pytest.mark.parametrize(
-    "name",
+    "name, side",
     [
-        # slow: each option of each family
-        pytest.param(name, marks=() if name in ("bert", "roberta labels", "mpnet", "modernbert") else pytest.mark.slow)
+        # slow: each option of each family, at each side
+        pytest.param(name, side, marks=() if (name, side) in _TURNS else pytest.mark.slow)
         for name, case in CASES.items()
         if not (IS_OLD and case.kind == "distilbert")
+        for side in ("left", "holes")
     ],
 )
 def test_padding_may_be_anywhere(name: str, side: str, calls: list[int]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fastformer.encoding import source_engine
 from fastformer.integrations import accelerate, engine_encode
 from tests.checks import assert_accurate
+from tests.covering import by_turns
 from tests.integrations.conversions import CASES, IS_OLD, T5, Case
 from tests.integrations.decoders import Wide
 
@@ -104,11 +105,18 @@ def test_every_family_equals_its_modules(name: str, calls: list[int]) -> None:
             assert type(found) is type(expected) and len(found) == len(expected) == 1
 
 
-@pytest.mark.parametrize("side", ["left", "holes"])
 @pytest.mark.parametrize(
-    # slow: the families that differ in other options alone
-    "name",
-    [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    "name, side",
+    [
+        *by_turns([*FEW], ["left", "holes"]),
+        # slow: the families that differ in other options alone
+        *(
+            pytest.param(name, side, marks=pytest.mark.slow)
+            for name in NAMES
+            if name not in FEW
+            for side in ("left", "holes")
+        ),
+    ],
 )
 def test_padding_may_be_anywhere(name: str, side: str, calls: list[int]) -> None:
     check(CASES[name], whole(padded(side)))

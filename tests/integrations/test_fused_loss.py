@@ -18,6 +18,7 @@ from transformers.loss import loss_utils
 import fastformer
 from fastformer.integrations.known import CACHE, RETURNS_TUPLES
 from fastformer.ops import use_backend
+from tests.covering import by_turns
 from tests.integrations import families as small
 from tests.integrations.families import IDS, LEFT, RIGHT, assert_all_same, exactly, gradients, ran
 from tests.integrations.test_replaced import source
@@ -71,9 +72,8 @@ def assert_same_as_plain(family: str, mask: Tensor | None = None, **options: Any
     assert_all_same(ours, theirs, "loss or gradient", tolerance)
 
 
-@families
-@pytest.mark.parametrize("mask", [None, RIGHT, LEFT], ids=["no mask", "right", "left"])
-def test_the_loss_of_the_plain_model(mask, family):
+@pytest.mark.parametrize("family, mask", by_turns([*HEADS], [None, RIGHT, LEFT]))
+def test_the_loss_of_the_plain_model(family, mask):
     assert_same_as_plain(family, mask)
 
 
@@ -246,11 +246,11 @@ def test_another_shift_of_the_labels(family, place, monkeypatch):
     assert all(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-9) for ours, theirs in pairs)
 
 
-@families
 @pytest.mark.parametrize(
-    ("dtype", "cast"),
-    [(torch.bfloat16, False), (torch.float16, False), (torch.float32, True), (torch.bfloat16, True)],
-    ids=["bf16", "fp16", "fp32, autocast", "bf16, autocast"],
+    ("family", "dtype", "cast"),
+    by_turns(
+        [*HEADS], [(torch.bfloat16, False), (torch.float16, False), (torch.float32, True), (torch.bfloat16, True)]
+    ),
 )
 def test_a_loss_has_the_dtype_of_the_plain_one(dtype, cast, family):
     """Its gradients obey the rule, because the cast of the loss comes after them."""

@@ -20,6 +20,7 @@ from fastformer.checkpoints.hf import DECODER_FORMS
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
+from tests.covering import by_turns
 from tests.integrations.decoders import CASES, IS_OLD, VOCAB, Wide, gradients_of, ids_of
 from tests.nn.comparing import assert_same
 
@@ -105,8 +106,7 @@ def test_folders_are_read_and_written_in_each_form(name: str, tmp_path: Path) ->
     assert torch.equal(rounded(ids), ours.quantize("int4")(ids))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
-@names
+@pytest.mark.parametrize("name, precision", by_turns(NAMES, ["fp32", "bf16", "int8", "int4"]))
 def test_the_engine_generates_the_models_own_tokens(name: str, precision: str) -> None:
     """Alone, beside others, and with any number of threads: a row's bits don't depend on the tokens of others."""
     model = from_huggingface(CASES[name].make(seed=4, eos_token_id=None))

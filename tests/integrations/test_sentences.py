@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fastformer.integrations import accelerate, report, restore
+from tests.covering import by_turns
 from tests.encoding.folders import D_MODEL, MANY, TEXTS
 from tests.integrations.test_sentence_transformers import (
     Call,
@@ -105,8 +106,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("ends", [(), ("Normalize",)], ids=["as pooled", "normalized"])
+@pytest.mark.parametrize("ends, name", by_turns([(), ("Normalize",)], [*OPTIONS]))
 def test_options(name: str, ends: tuple[str, ...], saved: Save, ways: list[int]) -> None:
     plain = dense_of(saved, pooling(), *map(layer, ends), prompts={"p": "the hills "})
     ours = warm(plain)

@@ -13,6 +13,7 @@ import torch
 from fastformer.models import GPT, Transformer, read_architecture
 from fastformer.models.pretrained import save_model
 from fastformer.models.weights import read_notes
+from tests.covering import by_turns
 
 CONFIG = {"vocab_size": 20, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_len": 9}
 
@@ -28,14 +29,16 @@ def folder(model, tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        *((Transformer, {"positions": positions}) for positions in ("concatenated", "learned", "relative")),
-        (Transformer, {"positions": "interleaved", "tie_embeddings": False}),
-        (GPT, {"positions": "rotary", "norm": "rms"}),
-    ],
+    ("dtype", "kind", "options"),
+    by_turns(
+        [torch.float32, torch.float64, torch.bfloat16],
+        [
+            *((Transformer, {"positions": positions}) for positions in ("concatenated", "learned", "relative")),
+            (Transformer, {"positions": "interleaved", "tie_embeddings": False}),
+            (GPT, {"positions": "rotary", "norm": "rms"}),
+        ],
+    ),
 )
 def test_round_trip(tmp_path, kind, options, dtype):
     """Loading draws no random numbers."""

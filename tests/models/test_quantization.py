@@ -22,6 +22,7 @@ from fastformer.models.quantization import (
     to_groups,
 )
 from fastformer.nn import MultiheadAttention
+from tests.covering import covering
 from tests.generation.small import needs_cpp
 from tests.generation.weights import drawn
 
@@ -97,9 +98,7 @@ def test_matrices_are_rounded_and_nothing_else(kind, precision) -> None:
         assert copied.precision == precision
 
 
-@KINDS
-@DTYPES
-@BOTH
+@pytest.mark.parametrize("kind, dtype, precision", covering(*(mark.args[1] for mark in (KINDS, DTYPES, BOTH))))
 def test_a_folder_gives_the_same_bits_back(kind, dtype, precision, tmp_path) -> None:
     plain = make(kind, dtype=dtype)
     before, model = plain.state_dict(), plain.quantize(precision)

@@ -11,6 +11,7 @@ from torch import nn
 
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.nn import AddLayerNorm, SequenceLayout
+from tests.covering import by_turns
 from tests.models.plain import PlainTransformer
 from tests.nn.comparing import assert_same, assert_same_gradients, randomised
 
@@ -124,9 +125,10 @@ def test_rows_after_a_packed_batch_change_nothing(totals):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("chunks", [[1] * 6, [3, 1, 2]], ids=str)
 @pytest.mark.parametrize(
-    "options", [*VARIANTS.values(), {"num_kv_heads": 2, "norm": "rms", "activation": "swiglu"}], ids=str
+    "options, chunks",
+    by_turns([*VARIANTS.values(), {"num_kv_heads": 2, "norm": "rms", "activation": "swiglu"}], [[1] * 6, [3, 1, 2]]),
+    ids=str,
 )
 def test_cached_decoding_equals_uncached(options, chunks):
     model = model_of(**options).eval()
