@@ -17,6 +17,7 @@ from fastformer.encoding import EncoderEngine
 from fastformer.integrations.conversion import convert, from_huggingface
 from fastformer.models import GPT, GPTConfig
 from tests.checks import assert_accurate
+from tests.covering import by_turns
 from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, SPECIAL, TEXTS, WORDS, bert, modules, write
 
 GEMMA: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -249,8 +250,7 @@ def test_a_decoder_with_a_classifier_scores_pairs(tmp_path: Path) -> None:
         assert ranker.num_labels == len(ranker.labels) == num_labels
 
 
-@pytest.mark.parametrize("false_token", [9, None])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied, false_token", by_turns([False, True], [9, None]))
 def test_a_decoder_scores_pairs_by_the_logits_of_its_words(tied: bool, false_token: int | None, tmp_path: Path) -> None:
     model = decoder(tmp_path, ends=(), tie_word_embeddings=tied)
     modules(tmp_path, ("LogitScore", {"true_token_id": 8, "false_token_id": false_token}))

@@ -29,7 +29,7 @@ from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
 from fastformer.models import GPT
 from fastformer.nn import KVCache
-from tests.covering import by_turns, covering
+from tests.covering import by_turns
 from tests.generation import toy
 from tests.generation.small import CPP, DEFAULT, EOS, HAS_CPP, VOCAB, coarse, next_logits
 
@@ -164,7 +164,7 @@ def test_each_row_decodes_as_if_alone(driven, seed) -> None:
     assert batch.free_tokens() == room and batch.step_tokens() == 0
 
 
-@pytest.mark.parametrize("asks, log_probs, is_processed", covering(["all", "some"], [True, False], [True, False]))
+@pytest.mark.parametrize("asks, log_probs, is_processed", by_turns(["all", "some"], [True, False], [True, False]))
 def test_processed_and_sampled_rows_are_in_order(driven, asks, log_probs, is_processed) -> None:
     dice = random.Random(1)
     engine = driven.engine

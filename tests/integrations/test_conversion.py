@@ -160,10 +160,9 @@ def test_generates_the_same_tokens(name, search, options, engine) -> None:
     assert [until_end(row, eos) for row in found.tolist()] == rows
 
 
-@pytest.mark.parametrize("eos", [(1, 7), (7, 1, 4), (1,)])
 @pytest.mark.parametrize(
-    "kind, options",
-    {
+    "eos, kind, options",
+    by_turns([(1, 7), (7, 1, 4), (1,)], [*{
         "bart": {"positions": "learned", "embedding_norm": True, "norm_first": False},
         "mbart": {"positions": "learned", "embedding_norm": True, "norm_first": True},
         "marian": {"positions": "halves", "norm_first": False},
@@ -173,7 +172,7 @@ def test_generates_the_same_tokens(name, search, options, engine) -> None:
             "positions": "relative", "norm": "rms", "bias": False, "attention_bias": False, "scale_embedding": False,
             "norm_first": True, "layer_norm_eps": 1e-6,
         },
-    }.items(),
+    }.items()]),
 )  # fmt: skip
 def test_every_end_id_survives_the_conversion(kind, options, eos) -> None:
     special = SpecialIds(pad=0, eos=eos, unk=None, start=1 if kind == "m2m_100" else 0)

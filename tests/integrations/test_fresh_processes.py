@@ -1,9 +1,11 @@
-"""What a process does that has not imported fastformer: it loads pickled accelerated models and their configs, and
-replaces functions before it accelerates a model."""
+"""What a process does that has not imported fastformer: it loads pickled accelerated models and their configs, replaces
+functions before it accelerates a model, and decodes on a GPU, for which a stand-in binds launches and computes nothing.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 import subprocess
 import sys
@@ -166,6 +168,53 @@ for model, loss in zip((marian, gpt2), expected):
     is_replaced = WHAT == "function" or (WHAT == "class" and model is marian)
     assert (found.logits is not None) == is_replaced, (WHAT, type(model))
 """
+# On a GPU, a step divides the keys of a row among programs, whichever way a model comes to its attention.
+ON_A_GPU = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+from benchmarks.gpu import stand_in
+stand_in.stand_in()
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fastformer
+
+def launched(call):
+    stand_in.grids.clear()
+    with torch.no_grad():
+        call()
+    return [grid for grid in stand_in.grids if "attention" in grid[0]]
+
+torch.set_default_dtype(torch.bfloat16)
+sizes = dict(hidden_size=512, intermediate_size=16, num_attention_heads=8, num_key_value_heads=8, vocab_size=50)
+config = LlamaConfig(num_hidden_layers=1, max_position_embeddings=8192, **sizes)
+model = fastformer.accelerate(LlamaForCausalLM(config).eval())
+ids, padded = torch.ones(1, 4096, dtype=torch.long), torch.ones(1, 4098, dtype=torch.long)
+padded[:, 0] = 0
+with torch.no_grad():
+    cache = model(ids, use_cache=True).past_key_values
+x = torch.zeros(1, 4096, 512)
+heads = x.view(1, 4096, 8, 64).transpose(1, 2)
+theirs, ours = (module.MultiheadAttention(512, 8, batch_first=True) for module in (torch.nn, fastformer.nn))
+found = {
+    "step": launched(lambda: model(ids[:, :1], past_key_values=cache)),
+    "padded step": launched(lambda: model(ids[:, :1], past_key_values=cache, attention_mask=padded)),
+    "nn": launched(lambda: ours(x[:, :1], x, x, need_weights=False)),
+}
+with fastformer.activate():
+    function = torch.nn.functional.scaled_dot_product_attention
+    found["activate"] = launched(lambda: function(heads[:, :, :1], heads, heads))
+    found["torch.nn"] = launched(lambda: theirs(x[:, :1], x, x, need_weights=False))
+    many = torch.zeros(64, 16, 512, 64)
+    found["many rows"] = launched(lambda: function(many[:, :, :32], many, many))
+assert all("decode" not in kernel for kernel, _ in found.pop("many rows"))  # they fill the GPU by themselves
+assert len(found) == 5
+for way, launches in found.items():
+    ((kernel, (programs,)),) = launches
+    assert kernel == "_decode_attention_kernel", way
+    assert programs >= 132, (way, programs)  # the number of SMs
+"""
 
 
 def make(family: str) -> tuple[Any, dict[str, Any]]:
@@ -212,7 +261,7 @@ ALL = [
 
 
 EARLY = [TORCHS_FUNCTIONS, TRANSFORMERS_FORWARDS, LOSSES.replace("WHAT", "'function'")]
-EARLY += [RESTORED.replace("NUMBER", "0")]
+EARLY += [RESTORED.replace("NUMBER", "0"), *([ON_A_GPU] if importlib.util.find_spec("triton") else [])]
 ALL_EARLY = [
     *EARLY,
     *(RESTORED.replace("NUMBER", str(i)) for i in (2, 3)),
