@@ -32,7 +32,7 @@ from fastformer.generation.folder_options import folder_options
 from fastformer.integrations import to_huggingface
 from fastformer.models import GPT
 from fastformer.models.quantization import from_grid, from_groups, to_grid
-from tests.covering import by_turns, covering
+from tests.covering import by_turns, covering, each
 from tests.foreign.gguf_files import FOLDER, IDS, block_bytes, digest
 from tests.generation.small import needs_cpp
 
@@ -93,7 +93,7 @@ def contents(path: Path) -> tuple[Values, Tensors]:
     return values, tensors
 
 
-@pytest.mark.parametrize("name", DIGESTS)
+@each("name", DIGESTS)
 def test_numbers_equal_ggml(name) -> None:
     kind = Kind[name]
     block = BLOCKS[kind]

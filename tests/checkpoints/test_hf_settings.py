@@ -20,6 +20,7 @@ from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.checkpoints.hf.fields import check_fields
 from fastformer.models import GPT, GPTConfig
 from fastformer.serving.service import open_service
+from tests.covering import each
 
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 SIZES: dict[str, Any] = {
@@ -114,7 +115,7 @@ def options_of(kind: str, settings: dict[str, Any]) -> GPTConfig:
     return GPTConfig(60, **DECODER_FORMS[kind].options(settings))
 
 
-@pytest.mark.parametrize("kind, settings, expected", OLD)
+@each("kind, settings, expected", OLD)
 def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expected) -> None:
     if IS_OLD and kind == "gemma3_text" and "sliding_window_pattern" not in settings:
         pytest.skip("version 4 writes other settings")
@@ -128,7 +129,7 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
     assert options_of(kind, theirs.to_dict()) == found
 
 
-@pytest.mark.parametrize(
+@each(
     "kind, settings, named",
     [
         ("llama", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type .*'spiral'"),
@@ -255,7 +256,7 @@ def test_the_norms_of_a_gemma_are_not_rounded_before_the_models_dtype_is_known(k
     assert torch.equal(form.revert("decoder.norm.weight", exact, config), weight.double())
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@each("kind", FAMILIES)
 def test_each_family_is_listed_in_the_table(kind) -> None:
     source = importlib.util.find_spec(FAMILIES[kind].source(kind))
     assert source is not None and source.origin is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from fastformer.data.batching import BATCHINGS, collate, plan_epoch
 from fastformer.data.examples import encode_pair, windows
 from fastformer.data.sharing import balance, cost
 from fastformer.special_ids import SpecialIds
+from tests.covering import each
 
 LENGTHS = torch.randint(1, 40, (700, 2), generator=torch.Generator().manual_seed(0))
 
@@ -83,8 +85,7 @@ def test_budgets_include_padding(batching, fits, side) -> None:
     assert len(plan(batching, lengths, max_tokens=9)) > 1
 
 
-@pytest.mark.parametrize("batching", BATCHINGS)
-@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@each("count, batching", itertools.product([0, 1, 2, 3], BATCHINGS))
 def test_few_examples(batching, count) -> None:
     assert sorted(plan(batching, torch.full((count, 2), 5), max_tokens=5)) == [[i] for i in range(count)]
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from fastformer.generation.engines.cpp import pack_options, pack_tensors
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension
+from tests.covering import each
 from tests.engine.test_thread_team import in_child
 from tests.generation.small import needs_cpp
 from tests.generation.weights import drawn
@@ -115,7 +116,7 @@ WRONG_SIZES += [("num_heads", 5), ("num_kv_heads", 3), ("num_encoder_layers", 2)
 WRONG_SIZES += [("norm_placement", "post"), ("norm_placement", "both")]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG_SIZES)
+@each("name, value", WRONG_SIZES)
 def test_options_that_do_not_make_a_model_are_refused(name, value) -> None:
     options, tensors = parts("transformer")
     with pytest.raises(ValueError):
@@ -281,7 +282,7 @@ def wrong_calls(session: Any) -> dict[str, tuple[Callable[[], object], str]]:
     }
 
 
-@pytest.mark.parametrize("name", wrong_calls(None) if EXT is not None else [])
+@each("name", wrong_calls(None) if EXT is not None else [])
 def test_a_wrong_call_is_named_and_changes_nothing(name) -> None:
     session, other = new_session("gpt"), new_session("gpt")
     for s in (session, other):

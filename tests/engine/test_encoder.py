@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
-from tests.covering import by_turns
+from tests.covering import by_turns, each
 from tests.engine.plain_encoder import CONFIGS, POOLINGS, drawn, packed, pooled, states
 from tests.engine.test_boundary import ERRORS, FEW, MANY, arrays, ints, odd
 from tests.generation.small import needs_cpp
@@ -54,8 +55,7 @@ def test_each_option_is_honoured(name: str) -> None:
         assert distance(rows, torch.cat(exact)) < bound, precision
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("kind", POOLINGS)
+@each("kind, normalize", itertools.product(POOLINGS, [False, True]))
 def test_pooling_is_in_fp32_whatever_the_precision(kind: str, normalize: bool) -> None:
     o, t = drawn(types=2)
     ids, types = texts_of(random.Random(0), o, t, [5, 1, 33, 70])
@@ -155,8 +155,8 @@ def test_the_widest_window_shows_everything() -> None:
         assert np.array_equal(*results)
 
 
-@pytest.mark.parametrize(
-    ("gaps", "named"),
+@each(
+    "gaps, named",
     [
         (([[0, 600]], None, None), "positions"),
         (([[-1, 0]], None, None), "positions"),
@@ -320,8 +320,8 @@ test_states_are_encoded_or_it_is_said_why_not = settings(FEW, max_examples=40)(s
 test_many_states_are_encoded_or_it_is_said_why_not = pytest.mark.slow(MANY(stacks(encodes_states_or_says_why_not)))
 
 
-@pytest.mark.parametrize(
-    ("states", "lengths"),
+@each(
+    "states, lengths",
     [
         (np.ones((5, 32), np.float32), [3, 3]),
         (np.ones((5, 32), np.float32), [5, 0]),

@@ -29,6 +29,7 @@ from fastformer.models import GPT, GPTConfig, Transformer
 from fastformer.models.as_made import tensors_of
 from fastformer.nn import MultiheadAttention
 from fastformer.ops import use_backend
+from tests.covering import each
 from tests.engine.test_thread_team import in_child
 
 
@@ -171,7 +172,7 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[reason[:60] for _, reason in CHANGES])
+@each("change, reason", CHANGES)
 def test_each_change_is_named(change, reason) -> None:
     model = fresh()
     assert why_not_supported(model, None) is None
@@ -306,7 +307,7 @@ WEIGHT_CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHT_CHANGES)
+@each("name", WEIGHT_CHANGES)
 def test_each_change_of_weights_packs_again(name) -> None:
     model = fresh()
     made: list[int] = []

@@ -19,6 +19,7 @@ import fastformer.nn as fnn
 from fastformer.engine.frozen import Guards, Plans
 from fastformer.ops import _extension, record_backends, use_backend
 from tests.checks import assert_accurate
+from tests.covering import each
 from tests.nn.comparing import randomised
 
 
@@ -144,8 +145,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mask", CALLS)
-@pytest.mark.parametrize("options", KINDS, ids=str)
+@each("options, mask", itertools.product(KINDS, CALLS))
 def test_one_call_in_evaluation_equals_the_ops(options, mask):
     (stack, x), given = encoder(**options), CALLS[mask]
     stack.padding = "skip" if mask == "padding" else "compute"  # type: ignore[assignment]

@@ -16,6 +16,7 @@ import torch
 
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
+from tests.covering import each
 from tests.engine.elsewhere import products_of, started
 
 FLOATS_AND_INT8 = ("fp32", "bf16", "int8")
@@ -203,8 +204,7 @@ def test_a_row_depends_on_nothing_else(precision: str) -> None:
         np.testing.assert_array_equal(linear_int4(x, weight, bias, picked), together[:, picked])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@each("value, precision", itertools.product([np.nan, np.inf, -np.inf], PRECISIONS))
 def test_nonfinite_values_stay_in_their_row(precision: str, value: float) -> None:
     x, weight = draw(14, 131), drawn(precision, 70, 131)
     clean = product(precision, x, weight)
@@ -219,8 +219,7 @@ def test_nonfinite_values_stay_in_their_row(precision: str, value: float) -> Non
         np.testing.assert_array_equal(np.delete(ours, 4, 0), np.delete(clean, 4, 0))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@each("value, precision", itertools.product([np.nan, np.inf, -np.inf], PRECISIONS))
 def test_nonfinite_values_of_the_weight_stay_in_their_column(precision: str, value: float) -> None:
     x, weight = draw(14, 131), drawn(precision, 70, 131)
     clean = product(precision, x, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from fastformer.generation.engines.cpp import pack
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension
-from tests.covering import by_turns
+from tests.covering import by_turns, each
 from tests.generation.small import needs_cpp
 from tests.generation.weights import CONFIGS, drawn
 
@@ -167,9 +168,7 @@ def test_only_tokens_of_steps_but_the_first_can_be_cut() -> None:
     assert session.free_tokens() == 3 * BLOCK
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("shortlist", [[], [2, 3, 5, 7, 11, 13, 17]], ids=["all", "shortlist"])
-@pytest.mark.parametrize("vocab", [19, 300])
+@each("vocab, shortlist, threads", itertools.product([19, 300], [[], [2, 3, 5, 7, 11, 13, 17]], [1, 2]))
 def test_masked_rows_choose_among_the_allowed_ids(threads, shortlist, vocab) -> None:
     sizes = {"vocab_size": vocab, "d_model": 12, "num_heads": 2, "d_ff": 8, "max_len": 120, "num_layers": 1}
     module, model = _extension.module(), drawn(GPT, **sizes)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 
-import pytest
-
+from tests.covering import each
 from tests.frozen.names import described, flags_now, lost, missing, state_dicts_now
 from tests.frozen.write import FLAGS, NAMES, STATE_DICTS
 
 FROZEN = json.loads(NAMES.read_text())
 
 
-@pytest.mark.parametrize("package", FROZEN)
+@each("package", FROZEN)
 def test_public_names_still_exist(package) -> None:
     module = importlib.import_module(package)
     gone = [name for name in FROZEN[package] if not hasattr(module, name)]

@@ -11,6 +11,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 pytest.importorskip("httpx", reason="the httpx library is not installed")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
+from tests.covering import each
 from tests.frozen.names import lost  # noqa: E402
 from tests.frozen.served import BODIES, folders, idle_now, served_now  # noqa: E402
 from tests.frozen.write import IDLE, SERVED  # noqa: E402
@@ -27,7 +28,7 @@ def test_a_server_tells_takes_and_answers_the_same(kind, places) -> None:
     assert not changes, "\n".join(changes)
 
 
-@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
+@each("kind", BODIES)
 def test_the_same_values_ask_for_nothing(kind) -> None:
     changes = lost(json.loads(IDLE.read_text())[kind.__name__], idle_now(kind))
     assert not changes, "\n".join(changes)

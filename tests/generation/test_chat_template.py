@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from fastformer import ChatTemplate
+from tests.covering import each
 from tests.generation.chat_templates import CASES, CHATML, LLAMA_3, MISTRAL, TURNS
 
 jinja2 = pytest.importorskip("jinja2", reason="the jinja2 library is not installed")
@@ -162,7 +163,7 @@ def test_work_outside_of_loops_is_stopped(source, monkeypatch) -> None:
     assert time.process_time() - began < 2  # a few operations after the limit, each of which is short
 
 
-@pytest.mark.parametrize(
+@each(
     "source",
     [
         "{{ ''.__class__ }}",

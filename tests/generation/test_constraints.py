@@ -22,6 +22,7 @@ from fastformer.generation.generator import Generator
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import new_scheduler, run
 from fastformer.models import GPT, Transformer
+from tests.covering import each
 from tests.generation.detokenizers import detokenizer
 from tests.generation.small import CPP, needs_cpp
 from tests.generation.weights import drawn
@@ -328,7 +329,7 @@ LATE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "options"), LATE)
+@each("row, options", LATE)
 def test_a_constraint_holds_only_behind_its_triggers(row, options) -> None:
     texts = ["<s>", *"abcft<>; ", "<c>", "<<c>", "<c", "f<", "c>a", "c>f", "c>", "<t>", "</t>", "</", "t>", "ab"]
     vocabulary = Vocabulary(Tokens(*texts), len(texts))

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from fastformer.generation.inputs import input_rows, rows_of
+from tests.covering import each
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"),
+@each(
+    "ids, expected",
     [
         ([5, 6], [[5, 6]]),
         ([[5, 6], [7]], [[5, 6], [7]]),
@@ -23,15 +24,14 @@ from fastformer.generation.inputs import input_rows, rows_of
         (torch.tensor([5, 6], dtype=torch.int32), [[5, 6]]),
         (range(5, 7), [[5, 6]]),
     ],
-    ids=str,
 )
 def test_all_forms_of_ids(ids, expected) -> None:
     rows, _ = rows_of(ids)
     assert rows == expected and all(type(token) is int for row in rows for token in row)
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
+@each(
+    "ids, message",
     [
         ("text", "got str: turn text into ids with a tokenizer first"),
         (["some", "texts"], r"input_ids\[0\] holds something else"),
@@ -47,7 +47,6 @@ def test_all_forms_of_ids(ids, expected) -> None:
         (torch.zeros(0, 2, dtype=torch.long), r"got torch.int64 \(0, 2\)"),
         (torch.ones(1, 2, dtype=torch.bool), "got torch.bool"),
     ],
-    ids=str,
 )
 def test_other_values_are_refused(ids, message) -> None:
     with pytest.raises(ValueError, match=message):
@@ -63,8 +62,8 @@ def test_empty_inputs_are_noticed() -> None:
             input_rows(ids, None, 0)
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"),
+@each(
+    "ids, expected",
     [
         ([5, 0, 6], [[5, 0, 6]]),
         ([[5, 0, 6]], [[5, 0, 6]]),
@@ -75,7 +74,6 @@ def test_empty_inputs_are_noticed() -> None:
         (torch.tensor([[5, 0, 6], [7, 8, 0], [0, 0, 9]]), [[5, 6], [7, 8], [9]]),
         (np.array([[5, 6, 0]]), [[5, 6]]),
     ],
-    ids=str,
 )
 def test_padding_without_a_mask(ids, expected) -> None:
     assert input_rows(ids, None, 0) == expected

@@ -15,6 +15,7 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import AsyncTranslator, Translator, split_sentences
 from fastformer.generation.engines import choose_engine
 from fastformer.models import Transformer
+from tests.covering import each
 from tests.generation.weights import drawn
 
 TEXT = " One. Two!\t\tThree is longer...  Four?\r\n\n  Five\u3000六。七！「八。」\u2028Nine \n"
@@ -133,7 +134,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_where_sentences_end(case) -> None:
     text = case.replace(" | ", " ").replace("|", "")
     found = split_sentences(text)

@@ -29,6 +29,7 @@ from fastformer.generation.processors import (
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
+from tests.covering import each
 from tests.generation.small import CPP
 from tests.generation.toy import EOS, START, VOCAB, ToyEngine, ask, decode, finish, plain_greedy
 
@@ -244,8 +245,8 @@ def narrows(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores[:, 1:]
 
 
-@pytest.mark.parametrize(
-    ("processor", "kind", "message"),
+@each(
+    "processor, kind, message",
     [
         (raises, RuntimeError, "mine"),
         (forgets, ValueError, r"\(1, 5\).*\bNoneType\b.*\bforgets\b"),

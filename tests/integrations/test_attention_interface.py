@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -25,6 +26,7 @@ from fastformer.integrations.attention_interface import (
 )
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import record_backends
+from tests.covering import each
 from tests.integrations import conversions
 from tests.integrations import families as small
 from tests.integrations.families import IDS
@@ -136,8 +138,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("seqlen", [8, 9])
+@each("seqlen, write", itertools.product([8, 9], WRITES))
 def test_every_write_into_a_mask_is_noticed(seqlen, write):
     """Most ways of writing don't change a tensor's version."""
     real = torch.arange(seqlen) < torch.tensor([[seqlen], [4], [2], [7]])

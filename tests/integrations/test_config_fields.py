@@ -14,6 +14,7 @@ from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.fields import FIELDS, with_usual_ids
 from fastformer.integrations import accelerate, from_huggingface, report
+from tests.covering import each
 from tests.integrations.config_fields import (
     BASES,
     IDS,
@@ -169,7 +170,7 @@ def test_older_spellings_are_read_as_transformers_reads_them(kind) -> None:
     assert read > 9
 
 
-@kinds
+@each("kind", FAMILIES)
 def test_each_field_is_known(kind) -> None:
     fields = {name for name in config_of(kind, {}).to_dict() if name[0] != "_"}
     assert fields <= FIELDS[kind]
@@ -241,7 +242,7 @@ def test_each_omitted_field_has_the_default_of_its_class(kind) -> None:
     assert len(omitted) > 10
 
 
-@kinds
+@each("kind", FAMILIES)
 def test_usual_ids_are_those_of_the_class(kind) -> None:
     """A small model can't have them: they are beyond its vocabulary."""
     usual = type(config_of(kind, {}))().to_dict()
@@ -252,7 +253,7 @@ def test_usual_ids_are_those_of_the_class(kind) -> None:
         assert ENCODER_FORMS[kind].pad == usual["pad_token_id"]
 
 
-@kinds
+@each("kind", FAMILIES)
 def test_an_is_causal_that_contradicts_the_family_is_refused(kind) -> None:
     wrong = {"decoder": (False,), "encoder": (True,), "seq2seq": (True, False)}[FAMILIES[kind].kind]
     for value in wrong:

@@ -16,7 +16,7 @@ from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT, GPTConfig, SpecialIds, Transformer, TransformerConfig
 from fastformer.nn import MultiheadAttention, RelativePositionBias, SequenceLayout
 from fastformer.ops import record_backends
-from tests.covering import by_turns
+from tests.covering import by_turns, each
 from tests.integrations.conversions import CASES, IS_OLD, LEARNED, opinionated, t5, until_end
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -298,7 +298,7 @@ def test_changed_models_are_refused(name, damage, named) -> None:
         from_huggingface(theirs)
 
 
-@pytest.mark.parametrize(
+@each(
     "positions, options, named",
     [
         ("halves", {"positions": "concatenated"}, "positions='halves', .*Marian.*positions='concatenated'"),
@@ -360,8 +360,8 @@ def test_a_bias_on_packed_sequences_equals_one_on_rows():
         torch.testing.assert_close(found[begin:end], rows[0])
     mask = torch.ones(4, 4, dtype=torch.bool).triu(1)
     part = x[None, :4]
-    for each in (mask, torch.zeros(4, 4).masked_fill(mask, -torch.inf).double()):
-        again = module(part, part, part, attn_mask=each, need_weights=False, position_bias=bias)[0]
+    for blocked in (mask, torch.zeros(4, 4).masked_fill(mask, -torch.inf).double()):
+        again = module(part, part, part, attn_mask=blocked, need_weights=False, position_bias=bias)[0]
         torch.testing.assert_close(again[0], found[:4])
     with pytest.raises(ValueError, match=r"\bposition_bias\b"):
         module(x, x, x, need_weights=False, position_bias=bias)

@@ -10,6 +10,7 @@ from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import BERT
 from tests.checks import assert_accurate
+from tests.covering import each
 from tests.integrations.decoders import IS_OLD, Wide
 from tests.integrations.encoders import (
     BASE,
@@ -157,8 +158,8 @@ def test_an_omitted_head_is_named(caplog) -> None:
     assert "cls.predictions" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("case", "settings", "name"),
+@each(
+    "case, settings, name",
     [
         ("bert", {"hidden_act": "tanh"}, "hidden_act"),
         ("bert", {"is_decoder": True}, "is_decoder"),

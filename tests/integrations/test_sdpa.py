@@ -20,6 +20,7 @@ import fastformer.functional as FF
 from fastformer import functional as sdpa
 from fastformer.ops import record_backends
 from tests.conftest import Call, CallsOf
+from tests.covering import each
 from tests.nn.comparing import assert_same
 
 B, H, L, S, D = 2, 4, 5, 7, 8
@@ -57,8 +58,7 @@ def ours_ran(call: Any) -> bool:
     return bool(ran)
 
 
-@pytest.mark.parametrize("seqlens", [(L, S), (S, L), (L, L)], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@each("name, seqlens", itertools.product(CASES, [(L, S), (S, L), (L, L)]))
 def test_equals_pytorch(name, seqlens):
     options = options_of(name, seqlens)
     data = inputs(grouped=name == "grouped", seqlens=seqlens)
@@ -114,9 +114,7 @@ class Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["contiguous", "split into heads"])
+@each("order, name, dropout_p", itertools.product([(0, 1, 2, 3), (0, 2, 1, 3)], CASES, [0.0, 0.3]))
 def test_an_output_is_copied_only_for_heads_apart_that_share_keys_or_masks(order, name, dropout_p):
     options = options_of(name)
     query, k, v = (lying(each, order) for each in inputs(grouped=name == "grouped"))

@@ -15,6 +15,7 @@ from fastformer.encoding.engine import EncoderEngine
 from fastformer.models import BERT, BERTConfig, SpecialIds
 from fastformer.models.quantization import quantized_names
 from fastformer.nn import SequenceLayout
+from tests.covering import each
 from tests.engine.plain_encoder import POOLINGS, pooled
 from tests.memory import resident
 from tests.nn.comparing import randomised
@@ -167,8 +168,8 @@ def test_losses_are_those_of_their_labels() -> None:
     torch.testing.assert_close(model.loss(ids, numbers), (model(ids)[:, 0] - numbers).square().mean())
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
+@each(
+    "settings, name",
     [
         ({"num_labels": 2}, "pooler"),
         ({"num_labels": 2, "pooler": True, "head_pooling": "mean"}, "head_pooling"),

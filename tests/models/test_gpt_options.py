@@ -18,6 +18,7 @@ from fastformer.nn import AddLayerNorm, SequenceLayout
 from fastformer.ops import use_backend
 from tests.checks import RELAXED
 from tests.conftest import missing_backend
+from tests.covering import each
 from tests.models.plain_gpt import plain_logits
 from tests.nn.comparing import assert_same, assert_same_gradients, randomised
 
@@ -340,7 +341,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "named"), OPTIONS, ids=lambda part: str(part))
+@each("options, named", OPTIONS)
 def test_invalid_configs(options, named):
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
         GPTConfig(**{**SMALL, **options})

@@ -16,6 +16,7 @@ from fastformer.models import GPT, GPTConfig
 from fastformer.models.pretrained import config_from_dict
 from fastformer.models.rotary_scaling import RotaryScaling, plain_speeds
 from fastformer.nn import RotaryEmbedding
+from tests.covering import each
 
 LENGTH = "original_max_position_embeddings"
 
@@ -146,7 +147,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("scaling", "named"), WRONG, ids=lambda part: str(part)[:40])
+@each("scaling, named", WRONG)
 def test_impossible_scalings(scaling, named):
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
         GPTConfig(9, d_model=32, num_heads=4, positions="rotary", rotary_scaling=scaling)

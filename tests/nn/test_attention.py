@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import fastformer.nn as fnn
 import fastformer.nn.attention as module_under_test
 from fastformer.nn import SequenceLayout
+from tests.covering import each
 from tests.nn.comparing import assert_same, banded, compare, padding_mask, randomised
 
 N, L, S, E, H = 3, 5, 6, 12, 3
@@ -52,8 +54,7 @@ def masks():
     }
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", masks())
+@each("kind, batch_first", itertools.product(masks(), [True, False]))
 def test_equals_torch(kind, batch_first):
     ours, theirs = pair(batch_first)
     attn_mask, key_padding_mask = masks()[kind]
@@ -66,19 +67,20 @@ def test_equals_torch(kind, batch_first):
     compare(ours, theirs, run(ours, True), run(theirs, True), inputs(batch_first))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bias": False},
-        {"kdim": 7, "vdim": 10},
-        {"kdim": 7, "bias": False},
-        {"add_bias_kv": True},
-        {"add_zero_attn": True},
-        {"add_bias_kv": True, "add_zero_attn": True},
-    ],
-    ids=str,
+@each(
+    "kind, options",
+    itertools.product(
+        ["none", "bool and bool padding", "additive and float padding"],
+        [
+            {"bias": False},
+            {"kdim": 7, "vdim": 10},
+            {"kdim": 7, "bias": False},
+            {"add_bias_kv": True},
+            {"add_zero_attn": True},
+            {"add_bias_kv": True, "add_zero_attn": True},
+        ],
+    ),
 )
-@pytest.mark.parametrize("kind", ["none", "bool and bool padding", "additive and float padding"])
 def test_constructor_options_equal_torch(options, kind):
     ours, theirs = pair(batch_first=False, **options)
     attn_mask, key_padding_mask = masks()[kind]
@@ -193,8 +195,7 @@ def test_shared_kv_heads_equal_repeated_heads():
     assert_same(ours(x, y, y, need_weights=False)[0], theirs(x, y, y, need_weights=False)[0], "cross-attention")
 
 
-@pytest.mark.parametrize("window", [(1, 1), (2, 0), (0, None), (None, 1)])
-@pytest.mark.parametrize("is_causal", [False, True])
+@each("is_causal, window", itertools.product([False, True], [(1, 1), (2, 0), (0, None), (None, 1)]))
 def test_window_equals_a_banded_mask(window, is_causal):
     ours = randomised(fnn.MultiheadAttention(E, H, window_size=window, batch_first=True, **DOUBLE))
     plain = nn.MultiheadAttention(E, H, batch_first=True, **DOUBLE)
@@ -265,8 +266,8 @@ X = torch.randn(N, L, E)
 FLAT = {"layout": SequenceLayout.packed(torch.tensor([5, 5, 5]), 5)}
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options", "named"),
+@each(
+    "inputs, options, named",
     [
         ((X, X, X), {"attn_mask": torch.zeros(5, 4)}, "attn_mask"),
         ((X, X, X), {"attn_mask": torch.zeros(5, 5, dtype=torch.int64)}, "attn_mask"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import fastformer.nn as fnn
 from fastformer.nn.decoder_only import DecoderOnlyLayer
+from tests.covering import each
 from tests.nn import test_surgery as surgery
 from tests.nn.comparing import assert_same, randomised
 
@@ -145,8 +147,7 @@ ATTENTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", ATTENTIONS, ids=str)
-@pytest.mark.parametrize("batch_first", [True, False])
+@each("batch_first, options", itertools.product([True, False], ATTENTIONS))
 def test_attention_with_its_own_options(options, batch_first):
     attention = randomised(fnn.MultiheadAttention(E, H, batch_first=batch_first, dtype=torch.float64, **options))
     query, size = torch.randn(2, 5, E, dtype=torch.float64), {"key": attention.kdim, "value": attention.vdim}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastformer.nn as fast
+from tests.covering import each
 
 X = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 CAUSAL = torch.ones(3, 3, dtype=torch.bool).triu(1)
@@ -144,8 +146,10 @@ def test_modules_on_meta(name: str, training: bool) -> None:
     assert out.is_meta and out.shape == x.shape and x.grad is not None and x.grad.is_meta
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("name", ["linear1.weight", "linear2.bias", "norm1.weight", "norm2.bias"])
+@each(
+    "name, norm_first",
+    itertools.product(["linear1.weight", "linear2.bias", "norm1.weight", "norm2.bias"], [False, True]),
+)
 def test_one_parameter_on_meta_is_an_error(name: str, norm_first: bool) -> None:
     """Otherwise, the result would be uninitialised memory."""
     module = fast.TransformerEncoderLayer(8, 2, 12, norm_first=norm_first)
