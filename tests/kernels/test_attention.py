@@ -55,6 +55,8 @@ QUADRUPLES = [case for names in combinations(OPTIONS, 4) if (case := case_of(*na
 TOGETHER = few_that_hold_all(
     *([case for case in cases if not VARIANTS & {*case.options}] for cases in (PAIRS, QUADRUPLES))
 )
+HELD = {option for case in TOGETHER for option in case.options}
+ALONE = [case_of(), *(case_of(option) for option in OPTIONS if option not in HELD)]
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int]) -> None:
@@ -70,11 +72,11 @@ def forward_problem(q: Tensor, k: Tensor, window: tuple[int | None, int | None],
 
 @pytest.mark.parametrize(
     "case, dtype",
-    # Each option alone, and each pair in a case of four where one holds it, in one dtype, by turns.
+    # Each pair in a case of four where one holds it, and each option of none alone, in one dtype, by turns.
     [
-        (case, DTYPES[i % 2])
-        for cases in ([case_of(), *(case_of(option) for option in OPTIONS)], TOGETHER)
-        for i, case in enumerate(cases)
+        (case_of("packed"), torch.float16),
+        *((case, DTYPES[i % 2]) for i, case in enumerate(ALONE)),
+        *((case, DTYPES[1 - i % 2]) for i, case in enumerate(TOGETHER)),
     ],
     ids=str,
 )
