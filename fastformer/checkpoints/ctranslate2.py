@@ -37,13 +37,14 @@ from fastformer.checkpoints.model_bin import (
     layer_weights,
     norm_weights,
     quotients,
+    read_tokens,
     read_variables,
 )
 from fastformer.data.backend import Backend
 from fastformer.data.huggingface import LibraryBackend, read_library
 from fastformer.data.pieces import PieceBackend, read_sentencepiece
 from fastformer.data.tokenizer import TOKENIZER, Tokenizer
-from fastformer.files import read_json, read_json_list
+from fastformer.files import read_json
 from fastformer.languages import Languages
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.models.quantization import INT8
@@ -81,16 +82,9 @@ def read_vocabularies(folder: Path) -> Vocabularies:
         ValueError: a file is missing, or is no list of texts.
     """
 
-    def read(name: str) -> list[str]:
-        path = folder / f"{name}_vocabulary.json"
-        tokens = read_json_list(path)
-        if not all(isinstance(token, str) for token in tokens):
-            raise ValueError(f"expected {path} to be a list of tokens")
-        return tokens
-
-    if (folder / "shared_vocabulary.json").is_file():
-        return Vocabularies(*[read("shared")] * 2)
-    return Vocabularies(read("source"), read("target"))
+    if (shared := folder / "shared_vocabulary.json").is_file():
+        return Vocabularies(*[read_tokens(shared)] * 2)
+    return Vocabularies(*[read_tokens(folder / f"{side}_vocabulary.json") for side in ("source", "target")])
 
 
 class Rounded(NamedTuple):

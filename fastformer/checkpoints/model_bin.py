@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fastformer.checkpoints.tensors import check_empty, taken
-from fastformer.files import is_plain_file
+from fastformer.files import is_plain_file, read_json_list
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -147,6 +147,14 @@ def read_variables(path: Path, data: bytearray | None = None) -> tuple[str, dict
     if reader.left:
         raise ValueError(f"expected {path} to end after its aliases, got {reader.left:,} bytes more")
     return name, variables
+
+
+def read_tokens(path: Path) -> list[str]:
+    """Reads a vocabulary, a list of texts in JSON."""
+    tokens = read_json_list(path)
+    if not all(isinstance(token, str) for token in tokens):
+        raise ValueError(f"expected {path} to be a vocabulary, a list of texts")
+    return tokens
 
 
 def is_rounded(stored: Mapping[str, Array]) -> bool:

@@ -26,11 +26,12 @@ from fastformer.checkpoints.model_bin import (
     is_rounded,
     layer_weights,
     norm_weights,
+    read_tokens,
     read_variables,
     specification,
 )
 from fastformer.checkpoints.tensors import check_empty, taken
-from fastformer.files import read_json, read_json_list
+from fastformer.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -317,13 +318,9 @@ def _from_ctranslate2(folder: Path) -> SpeechWeights:
 def _vocabulary(folder: Path) -> list[str]:
     """Reads the list of tokens, a text file with one in each line or a list in JSON."""
     if (file := folder / "vocabulary.json").is_file():
-        tokens = read_json_list(file)
-    else:
-        tokens = (folder / "vocabulary.txt").read_text(encoding="utf-8").split("\n")
-        tokens = tokens[:-1] if tokens[-1:] == [""] else tokens
-    if not all(isinstance(token, str) for token in tokens):
-        raise ValueError("expected a vocabulary of texts")
-    return list(tokens)
+        return read_tokens(file)
+    tokens = (folder / "vocabulary.txt").read_text(encoding="utf-8").split("\n")
+    return tokens[:-1] if tokens[-1:] == [""] else tokens
 
 
 def _sizes(variables: Variables) -> dict[str, Any]:
