@@ -191,9 +191,8 @@ def test_passes_over_a_single_short_case_are_spaced(clock: FakeClock) -> None:
             assert len(clock.slept) == 7 and clock.now - began == pytest.approx(7 * apart, rel=0.25)
 
 
-def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_once() -> None:
     """This holds for any number of cases of a function. torch.compile gives up on it after a few: two here."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
@@ -206,6 +205,7 @@ def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(square, dynamic=False, backend=backend)
     providers = {"fastformer": square, "eager": square, "compiled": compiled}
     cases = [case_of("square", providers, compiled=("compiled",), rows=rows) for rows in (*range(2, 6), 2)]
-    outcomes = [outcome for _, outcome in run_cases(cases, "cpu", rounds=3, seconds=0.0)]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        outcomes = [outcome for _, outcome in run_cases(cases, "cpu", rounds=3, seconds=0.0)]
     assert [outcome.refused for outcome in outcomes] == [{}] * 5  # the last is compiled already, which is proof too
     assert len(graphs) == 4 and all(len(outcome.rows) == 3 for outcome in outcomes)
