@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -100,6 +101,19 @@ def test_only_a_terminal_that_would_get_the_numbers_is_refused(encoder, monkeypa
     assert main(["embed", str(encoder), TEXTS[0]]) == ("stdout" in terminals)
     sys.stdout.flush()
     assert out.getvalue()[1:6] == (b"" if "stdout" in terminals else b"NUMPY")
+
+
+@pytest.mark.parametrize("kind", ["of text alone", "closed", "that takes nothing"])
+def test_an_output_that_takes_no_numbers_is_an_error(encoder, monkeypatch, capsys, kind) -> None:
+    taking = io.TextIOWrapper(io.BytesIO())
+    if kind == "closed":
+        taking.close()
+    if kind == "that takes nothing":
+        monkeypatch.setattr(taking.buffer, "write", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(sys, "stdout", io.StringIO() if kind == "of text alone" else taking)
+    assert main(["embed", str(encoder), TEXTS[0]]) == 1
+    error = capsys.readouterr().err
+    assert "standard output" in error and "bug" not in error
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX")
