@@ -102,8 +102,11 @@ def module() -> ModuleType:
     ],
 )
 def test_words_become_values(module, words, values) -> None:
-    parsed = parse(module, "sample", words.split())
-    assert {name: value for name, value in parsed.items() if name != "text" or value is not None} == values
+    given = words.split()
+    behind = [] if "--" in given else [[*given, "--debug"]]  # a flag of the program
+    for line in (given, ["--debug", *given], *behind):
+        parsed = parse(module, "sample", line)
+        assert {name: value for name, value in parsed.items() if name != "text" or value is not None} == values
 
 
 @each(
