@@ -1,4 +1,7 @@
-"""Reads small files, and writes files so that a reader sees the old one or the new one, never a part."""
+"""Reads small files, and writes files so that a reader sees the old one or the new one, never a part.
+
+It also imports the tokenizers library, which need not be installed, for all that read its files.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 # The end of a message for a model that is not on the disk.
@@ -160,3 +164,19 @@ def _sync_folder(folder: Path) -> None:
         pass
     finally:
         os.close(descriptor)
+
+
+def tokenizers_library(needed_by: str = "a BPE") -> ModuleType:
+    """Imports the tokenizers library.
+
+    Args:
+        needed_by: the subject of the message if it is not installed.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(f"{needed_by} needs the tokenizers library: pip install 'fastformer[train]'") from error
+    return tokenizers

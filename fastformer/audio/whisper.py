@@ -21,7 +21,7 @@ from fastformer.audio.tokens import Tokens
 from fastformer.audio.voice import VadOptions
 from fastformer.audio.windows import detect, detection_windows
 from fastformer.console import progress
-from fastformer.files import NOT_DOWNLOADED
+from fastformer.files import NOT_DOWNLOADED, tokenizers_library
 from fastformer.settings import Count, Positive, check_value, shows_fields, suggestion
 
 logger = logging.getLogger("fastformer")
@@ -61,6 +61,7 @@ class WhisperModel:
 
     Raises:
         ValueError: there is no such folder, it holds no Whisper, or an argument is unknown.
+        ImportError: tokenizers is not installed.
     """
 
     def __init__(
@@ -77,8 +78,6 @@ class WhisperModel:
         revision: str | None = None,
         use_auth_token: str | bool | None = None,
     ) -> None:
-        from tokenizers import Tokenizer
-
         from fastformer.audio.model import SpeechModel
         from fastformer.checkpoints.speech import load_speech
 
@@ -95,8 +94,9 @@ class WhisperModel:
         weights = load_speech(folder)  # the numbers are read later
         if not file.is_file():
             raise ValueError(f"expected Whisper's tokenizer in {file}, but there is no such file")
+        library = tokenizers_library(str(file))
         self.model: Any = SpeechModel(weights, precision=_PRECISIONS[compute_type], num_threads=cpu_threads or None)
-        self.hf_tokenizer = Tokenizer.from_file(str(file))
+        self.hf_tokenizer = library.Tokenizer.from_file(str(file))
         self.tokens = Tokens(self.hf_tokenizer, self.model.config.is_multilingual)
 
     @property

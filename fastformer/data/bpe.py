@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fastformer.data.backend import FIRST_BYTE, NUM_BYTES, SPECIAL_TOKENS, UserTokens, check_text, check_texts
 from fastformer.data.cuts import AT_LINES, AT_LINES_AND_WORDS, AT_WORDS_WITHOUT_SPACE
-from fastformer.data.huggingface import LibraryBackend, library_errors, tokenizers_library
+from fastformer.data.huggingface import LibraryBackend, library_errors
 from fastformer.data.tokenizer import TOKENIZER, Tokenizer
-from fastformer.files import write_atomically
+from fastformer.files import tokenizers_library, write_atomically
 
 if TYPE_CHECKING:
     import tokenizers

@@ -10,11 +10,11 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastformer.data.backend import Backend, ControlGuard, Frame, Spelled, check_text
 from fastformer.data.cuts import cuts_of
+from fastformer.files import tokenizers_library
 
 if TYPE_CHECKING:
     import tokenizers
@@ -337,22 +337,6 @@ def _check_sizes(file: Path, values: Mapping[str, Any]) -> None:
         raise ValueError(
             f"expected {file} to have ids of about {tokens:,} tokens, got the id {largest}: is it damaged?"
         )
-
-
-def tokenizers_library(needed_by: str = "a BPE") -> ModuleType:
-    """Imports the tokenizers library.
-
-    Args:
-        needed_by: the subject of the message if it is not installed.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(f"{needed_by} needs the tokenizers library: pip install 'fastformer[train]'") from error
-    return tokenizers
 
 
 def byte_level_bpe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -258,6 +259,12 @@ def test_another_kind_of_folder_is_refused(tmp_path, path) -> None:
     for options in wrong:
         with pytest.raises(ValueError, match="expected"):
             WhisperModel(path, **options)
+
+
+def test_a_missing_library_is_named(path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"tokenizer\.json.*fastformer\[train\]"):
+        WhisperModel(path)
 
 
 def test_a_name_is_looked_up_in_the_cache(path, tmp_path) -> None:

@@ -23,11 +23,10 @@ from fastformer.data.huggingface import (
     check_vocab,
     library_errors,
     read_library,
-    tokenizers_library,
 )
 from fastformer.data.pieces import fairseq_pieces, read_sentencepiece
 from fastformer.data.tokenizer import TOKENIZER, Tokenizer
-from fastformer.files import read_json
+from fastformer.files import read_json, tokenizers_library
 from fastformer.models import BERTConfig, GPTConfig
 
 if TYPE_CHECKING:

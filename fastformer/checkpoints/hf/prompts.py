@@ -23,11 +23,10 @@ from fastformer.data.huggingface import (
     byte_level_bpe,
     check_vocab,
     read_library,
-    tokenizers_library,
 )
 from fastformer.data.pieces import PieceBackend, read_sentencepiece
 from fastformer.data.tokenizer import CHAT_NAMES, TOKENIZER, Tokenizer
-from fastformer.files import read_json
+from fastformer.files import read_json, tokenizers_library
 from fastformer.models import GPTConfig
 
 _PIECES, _VOCAB, _MERGES = "tokenizer.model", "vocab.json", "merges.txt"
