@@ -428,6 +428,9 @@ def test_older_weights_are_read(made, copy) -> None:
     for name, weight in found.items():
         assert half[name].dtype == torch.float32 and torch.equal(half[name], weight.half().float()), name
     assert loaded(folder, dtype=torch.bfloat16)[0].embedding.weight.dtype == torch.bfloat16
+    mixed = {name: value.half() if value.dim() == 2 else value for name, value in saved.model.state_dict().items()}
+    torch.save(mixed, folder / "pytorch_model.bin")
+    assert {value.dtype for value in loaded(folder)[0].state_dict().values()} == {torch.float32}
 
 
 def test_weights_without_a_head_are_read(made, copy) -> None:
