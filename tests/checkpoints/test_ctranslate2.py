@@ -19,6 +19,7 @@ from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.checkpoints.run import architecture_of
 from fastformer.generation import Translator, generate
 from fastformer.models import quantization
+from tests.covering import by_turns
 
 FOLDERS = Path(__file__).parent.parent / "foreign" / "ctranslate2"
 NAMES = sorted(path.name for path in FOLDERS.iterdir())
@@ -65,8 +66,7 @@ def test_probabilities_are_those_of_ctranslate2(name: str) -> None:
         torch.testing.assert_close(found, torch.tensor(log_probs).double(), rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("beams, name", by_turns([1, 3], [*NAMES]))
 def test_hypotheses_are_those_of_ctranslate2(name: str, beams: int) -> None:
     model, vocabularies = load_transformer(FOLDERS / name)
     values, ids = expected(name), model.config.special_ids

@@ -22,7 +22,7 @@ from fastformer.generation.generator import Generator
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import new_scheduler, run
 from fastformer.models import GPT, Transformer
-from tests.covering import each
+from tests.covering import by_turns, each
 from tests.generation.detokenizers import detokenizer
 from tests.generation.small import CPP, needs_cpp
 from tests.generation.weights import drawn
@@ -77,8 +77,9 @@ def matches(text: str, options: dict[str, Any]) -> bool:
     return inner in "xyz" and text == "(" * (len(text) // 2) + inner + ")" * (len(text) // 2)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "byte level", "byte fallback", "sentencepiece"])
-@pytest.mark.parametrize("options", EACH, ids=lambda one: next(iter(one)))
+@pytest.mark.parametrize(
+    "kind, options", by_turns(["bytes", "bpe", "byte level", "byte fallback", "sentencepiece"], [*EACH])
+)
 def test_every_text_that_ends_matches(kind, options, model, tmp_path_factory) -> None:
     tokenizer = detokenizer(kind, tmp_path_factory.mktemp("tokenizer"))
     sampling = {"do_sample": True, "seed": 3, "temperature": 3.0}

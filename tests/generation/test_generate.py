@@ -16,6 +16,7 @@ from fastformer.generation.engines.kv_cache import KVCacheBatch
 from fastformer.generation.engines.recurrent import RecurrentBatch
 from fastformer.models import GPT, Transformer
 from fastformer.nn import SequenceLayout
+from tests.covering import by_turns
 from tests.generation.small import EOS, VOCAB, mixed_sources, new_tokens, next_logits, plain_greedy, real
 from tests.generation.weights import CONFIGS, drawn
 
@@ -115,17 +116,18 @@ def test_a_mask_may_keep_an_id_of_pad(model) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "num_return_sequences": 4},
-        {"do_sample": True, "seed": 3, "num_return_sequences": 2, "top_p": 0.9},
-        {"num_beams": 2, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-        {"decoder_input_ids": [[5, 6], [7], [], [8, 9, 10]], "num_beams": 3},
-    ],
-    ids=["greedy", "groups", "samples", "processors", "beginnings"],
+    "options, name",
+    by_turns(
+        [
+            {},
+            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "num_return_sequences": 4},
+            {"do_sample": True, "seed": 3, "num_return_sequences": 2, "top_p": 0.9},
+            {"num_beams": 2, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+            {"decoder_input_ids": [[5, 6], [7], [], [8, 9, 10]], "num_beams": 3},
+        ],
+        ["t5", "gpt", "rotary windows"],
+    ),
 )
-@pytest.mark.parametrize("name", ["t5", "gpt", "rotary windows"])
 def test_a_cache_changes_no_result(name, options) -> None:
     kind, settings = CONFIGS[name]
     if kind is GPT:

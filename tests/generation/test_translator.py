@@ -313,8 +313,7 @@ def test_log_probabilities_are_computed_only_for_scores(model, engine, monkeypat
     assert {log_probs for _, log_probs in asked()} == {False}
 
 
-@pytest.mark.parametrize("draws", [True, False], ids=["samples", "greedy"])
-@pytest.mark.parametrize("engine", [None, "kv_cache"])
+@pytest.mark.parametrize("draws, engine", by_turns([True, False], [None, "kv_cache"]))
 def test_the_batch_is_full_while_there_is_input(model, engine, draws, monkeypatch) -> None:
     # Translations of many lengths: as one ends, the next begins, and no text is read long before there is room for it.
     calls = watch_steps(monkeypatch)
@@ -510,8 +509,7 @@ def test_caches_keep_to_their_memory(model, options, engine, monkeypatch) -> Non
     assert max(call.rows for call in calls) <= 4
 
 
-@pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
-@pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
+@pytest.mark.parametrize("precision, kind", by_turns([None, "fp32", "bf16"], [Transformer, LSTMSeq2Seq]))
 def test_from_pretrained_needs_only_the_folder(kind, precision, tmp_path) -> None:
     model = tiny(kind)
     save_model(model, tmp_path, ByteTokenizer())

@@ -16,6 +16,7 @@ from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, load_folder
 from fastformer.integrations import accelerate, from_huggingface
 from fastformer.models import BERT, GPT
 from fastformer.nn import SequenceLayout
+from tests.integrations.remembered import made_once
 
 VOCAB = 60
 TOLERANCE = 2e-4  # of the largest number: what fp32 rounds away in these models is below a tenth of it
@@ -290,12 +291,15 @@ def randomised(model: Any) -> Any:
 
 def made(change: Change) -> Any:
     """Makes a model of transformers."""
-    family = FAMILIES[change.kind]
-    config = config_of(change.kind, change.settings)
-    name = family.model_class
+    name = FAMILIES[change.kind].model_class
     if change.head:
         name = f"{ENCODER_FORMS[change.kind].classes}ForSequenceClassification"
-    return randomised(getattr(transformers, name)(config))
+    return _made(name, change.kind, change.settings)
+
+
+@made_once
+def _made(name: str, kind: str, settings: dict[str, Any]) -> Any:
+    return randomised(getattr(transformers, name)(config_of(kind, settings)))
 
 
 def _ids(rows: int, length: int, seed: int) -> Tensor:

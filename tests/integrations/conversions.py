@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastformer.nn import SequenceLayout
 from tests.integrations.families import exactly
+from tests.integrations.remembered import made_once
 
 LEARNED = ("Bart", "MBart")  # families that learn their positions
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
@@ -125,6 +126,7 @@ class Case(NamedTuple):
     family: str
     options: dict[str, Any]
 
+    @made_once
     def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
         """Makes the model of transformers."""
         if IS_OLD and self == CASES.get("T5 tied, unscaled"):

@@ -17,6 +17,7 @@ from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.llama_kin import folded
 from fastformer.checkpoints.hf.mixtures import in_memory
 from fastformer.models import GPT
+from tests.integrations.remembered import made_once
 
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 VOCAB = 60
@@ -61,6 +62,7 @@ class Case(NamedTuple):
     kind: str
     options: dict[str, Any]
 
+    @made_once
     def make(self, *, is_exact: bool = False, scale: float = 0.3, seed: int = 3, **options: Any) -> Any:
         """Makes the model of transformers in fp32.
 

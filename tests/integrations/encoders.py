@@ -15,6 +15,7 @@ from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.models import BERT
 from fastformer.nn import SequenceLayout
 from tests.integrations.decoders import Wide, made_wide
+from tests.integrations.remembered import made_once
 
 VOCAB, LABELS = 60, 3
 _DISTIL = {
@@ -42,6 +43,7 @@ class Case(NamedTuple):
     head: str
     options: dict[str, Any]
 
+    @made_once
     def make(self, dtype: torch.dtype = torch.float64, seed: int = 3, **options: Any) -> Any:
         """Makes the model of transformers, with the same weights in each dtype."""
         settings = SIZES | self.options | options

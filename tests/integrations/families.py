@@ -18,6 +18,7 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import record_backends
+from tests.integrations.remembered import made_once
 from tests.nn.comparing import assert_same
 
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -64,6 +65,7 @@ DROPOUTS = {
 }
 
 
+@made_once
 def make(family: str, kind: Any = None, *, seed: int = 4, **options: Any) -> Any:
     """Makes a model in which every parameter matters.
 

@@ -26,7 +26,7 @@ from fastformer.integrations.attention_interface import (
 )
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import record_backends
-from tests.covering import each
+from tests.covering import by_turns, each
 from tests.integrations import conversions
 from tests.integrations import families as small
 from tests.integrations.families import IDS
@@ -49,8 +49,7 @@ def ran(call: Any) -> bool:
     return bool({name for name, _ in backends} & {"attention_fwd", "varlen_attention_fwd"})
 
 
-@pytest.mark.parametrize("mask", [None, RIGHT, RIGHT.flip(1)], ids=["no mask", "right", "left"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+@pytest.mark.parametrize("mask, family", by_turns([None, RIGHT, RIGHT.flip(1)], ["gpt2", "llama", "mistral"]))
 def test_outputs_are_the_same_at_real_tokens(family, mask):
     model = make(family)
     options = {} if mask is None else {"attention_mask": mask.long()}

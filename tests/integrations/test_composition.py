@@ -223,8 +223,7 @@ def wrap(model: nn.Module, kinds: tuple[str, ...], wrapper: Callable[[nn.Module]
             wrap(child, kinds, wrapper)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "llama"])
-@pytest.mark.parametrize("kinds", CHECKPOINTED)
+@pytest.mark.parametrize("family, kinds", by_turns([*FAMILIES, "gpt2", "llama"], [*CHECKPOINTED]))
 def test_checkpoint_wrappers_inside(family, kinds):
     expected = Step(make(family))
     model = accelerated(family)

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fastformer
 from fastformer import functional as sdpa
 from fastformer.integrations.known import RETURNS_TUPLES
+from tests.covering import by_turns
 from tests.integrations import families as small
 from tests.integrations.families import IDS, RIGHT, TARGETS, exactly
 
@@ -148,8 +149,7 @@ def attended_alike(model: Any, family: str, mask: Tensor | None, calls: list[Any
     return bool(before)
 
 
-@pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("mask, family", by_turns([None, RIGHT], [*CLASSES]))
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 not all families look their attention up")
 def test_a_function_registered_as_sdpa_is_called_as_without_acceleration(family, mask, monkeypatch):
     model, calls = MAKE[family](), []
@@ -172,8 +172,7 @@ def test_a_chunk_of_bert_that_was_replaced_is_called(monkeypatch):
     torch.testing.assert_close(run(model, None)[0], run(MAKE["bert"](), None)[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("mask, family", by_turns([None, RIGHT], [*CLASSES]))
 def test_another_attention_is_called_as_without_acceleration(family, mask, monkeypatch):
     model, calls = MAKE[family](), []
     theirs = F.scaled_dot_product_attention

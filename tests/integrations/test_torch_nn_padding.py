@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fastformer
 import fastformer.nn as fast
 from fastformer.ops import record_backends
+from tests.covering import by_turns
 from tests.nn.comparing import banded, padding_mask, randomised
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")
@@ -374,8 +375,7 @@ def test_modules_of_fastformer_compute_padding_unless_told() -> None:
         ours.encoder(src, None, RIGHT)
 
 
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
-@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("norm_first, final", by_turns([False, True], [False, True]))
 def test_a_cpus_autocast_gives_the_dtypes_of_torch_nn(norm_first: bool, final: bool) -> None:
     for heads, activation, batch_first in ((2, "relu", True), (3, "relu", True), (2, F.silu, True), (2, "gelu", False)):
         layer = nn.TransformerEncoderLayer(

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastformer.generation import generate
 from fastformer.generation.generating import GenerateOutput
 from fastformer.integrations import from_huggingface
+from tests.covering import by_turns
 from tests.integrations.conversions import CASES, IS_OLD, bart, opinionated, until_end
 
 pytestmark = pytest.mark.skipif(IS_OLD, reason="the rules are those of transformers 5")
@@ -125,8 +126,7 @@ def test_defaults_equal_transformers(engine):
     assert ours("T5", 16, engine=engine, num_beams=4)[0] == theirs("T5", 16, num_beams=4)[0]
 
 
-@pytest.mark.parametrize("engine", ["cpp", "kv_cache"])
-@pytest.mark.parametrize("stopping", STOPPING)
+@pytest.mark.parametrize("engine, stopping", by_turns(["cpp", "kv_cache"], [*STOPPING]))
 def test_several_ends_and_a_prefix(stopping, engine):
     model, pad, eos = family("T5")
     ids, ends, prefix = sources(pad, eos), [eos, 13, 37], torch.tensor([[pad, 4, 7]] * ROWS)
