@@ -230,7 +230,9 @@ class SpeechModel:
             raise ValueError(f"beam_size: expected 1 for sampling, got {beam_size}")
         most_finished = round(beam_size * patience)
         if not samples and num_hypotheses > most_finished:
-            raise ValueError(f"num_hypotheses: expected at most beam_size * patience, got {num_hypotheses}")
+            raise ValueError(
+                f"num_hypotheses: expected at most beam_size * patience, which is {most_finished}, got {num_hypotheses}"
+            )
         options = {  # of which the engine checks the bounds
             "num_beams": beam_size,
             "num_return": num_hypotheses,
@@ -250,6 +252,8 @@ class SpeechModel:
         if not isinstance(seed, Sequence):
             first = secrets.randbits(62) if seed is None else seed
             seed = range(first, first + len(prompts))
+        if len(seed) != len(prompts):
+            raise ValueError(f"seed: expected one for each of {len(prompts)} windows, got {len(seed)}")
         plans = [self._plan(prompt, max_length) for prompt in prompts]
         searches = [
             self._extension.ruled_search(seed=one % 2**63, **options, **plan._asdict())

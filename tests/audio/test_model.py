@@ -272,6 +272,9 @@ def test_bad_calls_are_refused(speech: SpeechModel) -> None:
             speech.generate(states[:1], [PROMPT], **{"max_length": 40} | options)
     with pytest.raises(ValueError, match="prompts"):
         speech.generate(states, [PROMPT])
+    for seed in ([], [1, 2]):
+        with pytest.raises(ValueError, match="seed"):
+            speech.generate(states[:1], [PROMPT], max_length=40, seed=seed)
     with pytest.raises(ValueError, match="tokens"):
         speech.align(states[:1], PROMPT, [[1] * 40], 48)
     with pytest.raises(ValueError):

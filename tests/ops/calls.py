@@ -194,9 +194,7 @@ def results(
 
 @pytest.fixture(params=BACKENDS)
 def forced(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test on each backend, with every op forced onto it; the backends of its `call`, if that is a parameter."""
-    if "call" in request.node.callspec.params:
-        skip_without(request.param, request.node.callspec.params["call"].stem)
+    """Runs a test on each backend, with every op forced onto it."""
     with use_backend(request.param):
         yield request.param
 
