@@ -227,13 +227,18 @@ class SpeechModel:
             raise ValueError(f"prompts: expected one for each of {len(array)} windows, got {len(prompts)}")
         samples = sampling_topk != 1 and sampling_temperature != 0
         if samples and beam_size != 1:
-            raise ValueError(f"beam_size: expected 1 for sampling, got {beam_size}")
+            raise ValueError(f"beam_size: expected 1 for sampling with sampling_topk={sampling_topk}, got {beam_size}")
         most_finished = round(beam_size * patience)
-        if not samples and num_hypotheses > most_finished:
+        if beam_size < 1 or most_finished < 1:
+            raise ValueError(f"beam_size: expected at least 1, also times patience, got {beam_size} * {patience}")
+        if num_hypotheses < 1 or (not samples and num_hypotheses > most_finished):
+            raise ValueError(f"num_hypotheses: expected 1 to beam_size * patience, got {num_hypotheses}")
+        if sampling_temperature < 0 or sampling_topk < 0 or repetition_penalty <= 0 or no_repeat_ngram_size < 0:
             raise ValueError(
-                f"num_hypotheses: expected at most beam_size * patience, which is {most_finished}, got {num_hypotheses}"
+                "expected a repetition_penalty above 0, and sampling_temperature, sampling_topk and "
+                "no_repeat_ngram_size of at least 0"
             )
-        options = {  # of which the engine checks the bounds
+        options = {
             "num_beams": beam_size,
             "num_return": num_hypotheses,
             "alpha": length_penalty,
@@ -292,7 +297,7 @@ class SpeechModel:
         limit = min(max_length // 2, min(max_length, config.max_length) - end + 1) - len(prefix)
         if limit < 1:
             raise ValueError(
-                f"prompts: expected so few tokens that a text of at most {max_length // 2} tokens fits into "
+                f"prompts: expected so few tokens that a text of at most {max_length // 2} tokens fits into max_length="
                 f"{min(max_length, config.max_length)}, got {len(prompt)}"
             )
         is_last = start == len(prompt) - 1

@@ -268,7 +268,7 @@ def test_bad_calls_are_refused(speech: SpeechModel) -> None:
         {"sampling_temperature": -1.0},
     ]  # fmt: skip
     for options in bad:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=next(iter(options))):
             speech.generate(states[:1], [PROMPT], **{"max_length": 40} | options)
     with pytest.raises(ValueError, match="prompts"):
         speech.generate(states, [PROMPT])

@@ -228,6 +228,31 @@ def test_the_language_is_that_of_the_model(model) -> None:
         model.detect_language()
 
 
+def test_the_options_of_detect_language_are_those_of_a_transcription(model) -> None:
+    audio = np.concatenate([sound(5, 1), sound(5, 2)])
+    for options in (
+        {}, {"language_detection_segments": 2, "language_detection_threshold": 0.0},
+        {"language_detection_segments": 2, "language_detection_threshold": 1.0},
+        {"vad_filter": True, "vad_parameters": {"min_silence_duration_ms": 50, "speech_pad_ms": 0}},
+        {"vad_filter": True, "vad_parameters": {"speech_pad_ms": 400}},
+    ):  # fmt: skip
+        info = model.transcribe(audio, **options)[1]
+        assert model.detect_language(audio, **options) == (
+            info.language, info.language_probability, info.all_language_probs
+        )  # fmt: skip
+
+
+def test_equal_windows_are_sampled_differently(model) -> None:
+    window = model.model.config.max_frames / 100
+    cuts = [window * i for i in (0, 1, 1, 2, 2, 3)]
+    options = QUICK | {"temperature": 1.0, "condition_on_previous_text": False, "without_timestamps": True}
+    segments, _ = model.transcribe(np.zeros(round(window * 48_000), np.float32), "en", clip_timestamps=cuts, **options)
+    texts: list[list[int]] = [[], [], []]
+    for segment in segments:
+        texts[int(segment.start / window)] += segment.tokens
+    assert texts[0] != texts[1] != texts[2]
+
+
 def test_a_batch_cuts_at_pauses(model, monkeypatch) -> None:
     audio = np.concatenate([sound(1.5, 1), np.zeros(30_000, np.float32), sound(1.5, 2), np.zeros(30_000, np.float32)])
     together = sizes(model, monkeypatch)
