@@ -379,6 +379,16 @@ def test_search_options_are_named(tmp_path, caplog) -> None:
     assert "forced_bos_token_id=0, no_repeat_ngram_size=3" in caplog.text
 
 
+def test_the_forced_language_alone_is_not_named(made, tmp_path, caplog) -> None:
+    """The tokenizer takes it."""
+    folder = shutil.copytree(made("nllb").saved.folder, tmp_path / "model")
+    language = loaded(folder)[1].languages.ids["fra_Latn"]
+    setting("generation_config.json", forced_bos_token_id=language, no_repeat_ngram_size=3)(folder)
+    loaded(folder)
+    [message] = caplog.messages
+    assert "no_repeat_ngram_size=3" in message and "forced_bos_token_id" not in message
+
+
 @pytest.mark.parametrize("kind", ["marian", "bart", "t5"])
 def test_a_search_starts_and_ends_and_is_forbidden_what_the_folder_says(kind, made, copy) -> None:
     """Where generation_config.json differs from config.json, as after a change to model.generation_config."""

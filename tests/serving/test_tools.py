@@ -223,10 +223,9 @@ async def test_auto_finds_the_calls_that_the_model_writes(is_parallel, family, f
         assert [tuple(one) for one in found.values()] == expected
         assert "".join(choice["delta"].get("content", "") for choice in choices).strip() == (content or "")
         assert choices[-1]["finish_reason"] == "tool_calls"
-        if is_parallel:
-            plain = {**body, "tool_choice": "none"}  # the same text is only a text then
-            [choice] = (await http.post("/v1/chat/completions", json=plain)).json()["choices"]
-            assert choice["finish_reason"] == "stop" and "clock" in choice["message"]["content"]
+        plain = {**body, "tool_choice": "none"}  # the same text is only a text then
+        [choice] = (await http.post("/v1/chat/completions", json=plain)).json()["choices"]
+        assert choice["finish_reason"] == "stop" and "clock" in choice["message"]["content"]
 
 
 def test_a_call_that_the_model_begins_by_itself_follows_the_schema(family, client, folder) -> None:
