@@ -226,13 +226,8 @@ class SpeechModel:
         if len(array) != len(prompts):
             raise ValueError(f"prompts: expected one for each of {len(array)} windows, got {len(prompts)}")
         samples = sampling_topk != 1 and sampling_temperature != 0
-        if samples and beam_size != 1:
-            raise ValueError(f"beam_size: expected 1 for sampling with sampling_topk={sampling_topk}, got {beam_size}")
         most_finished = round(beam_size * patience)
-        if beam_size < 1 or most_finished < 1:
-            raise ValueError(f"beam_size: expected at least 1, also times patience, got {beam_size} * {patience}")
-        if num_hypotheses < 1 or (not samples and num_hypotheses > most_finished):
-            raise ValueError(f"num_hypotheses: expected 1 to beam_size * patience, got {num_hypotheses}")
+        _check_search(beam_size, most_finished, num_hypotheses, sampling_topk if samples else 1)
         if sampling_temperature < 0 or sampling_topk < 0 or repetition_penalty <= 0 or no_repeat_ngram_size < 0:
             raise ValueError(
                 "expected a repetition_penalty above 0, and sampling_temperature, sampling_topk and "
@@ -379,6 +374,16 @@ class _Plan(NamedTuple):
     prefix: list[int]
     timestamp_begin: int
     probed_position: int
+
+
+def _check_search(beam_size: int, most_finished: int, num_hypotheses: int, topk: int) -> None:
+    """Raises ValueError if the sizes of a search don't fit together; topk: of sampling, or 1."""
+    if topk != 1 and beam_size != 1:
+        raise ValueError(f"beam_size: expected 1 for sampling with sampling_topk={topk}, got {beam_size}")
+    if beam_size < 1 or most_finished < 1:
+        raise ValueError(f"beam_size: expected at least 1, also times patience, got {beam_size} and {most_finished}")
+    if num_hypotheses < 1 or (topk == 1 and num_hypotheses > most_finished):
+        raise ValueError(f"num_hypotheses: expected 1 to beam_size * patience, got {num_hypotheses}")
 
 
 def _floats(name: str, values: npt.ArrayLike) -> Floats:
