@@ -1,5 +1,6 @@
 """What a process does that has not imported fastformer: it loads pickled accelerated models and their configs, replaces
-functions before it accelerates a model, and decodes on a GPU, for which a stand-in binds launches and computes nothing.
+functions before it accelerates a model, and trains and decodes on a GPU, for which a stand-in binds launches and
+computes nothing.
 """
 
 from __future__ import annotations
@@ -168,17 +169,19 @@ for model, loss in zip((marian, gpt2), expected):
     is_replaced = WHAT == "function" or (WHAT == "class" and model is marian)
     assert (found.logits is not None) == is_replaced, (WHAT, type(model))
 """
-# On a GPU, a step divides the keys of a row among programs, whichever way a model comes to its attention.
+# On a GPU, a training step launches few kernels, and a step of decoding divides the keys of a row among programs,
+# whichever way a model comes to its attention.
 ON_A_GPU = """
 import os
 os.environ.pop("TRITON_INTERPRET", None)
-from benchmarks.gpu import stand_in
-stand_in.stand_in()
+from tests.training import launches
+launches.check()
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastformer
+from benchmarks.gpu import stand_in
 
 def launched(call):
     stand_in.grids.clear()
