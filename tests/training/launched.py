@@ -7,8 +7,7 @@ OPTIONS is JSON: "updates": a folder for a file of each process, with a line for
 process reads another file; "pace": seconds that each update waits; "small": [rank, step, bytes]: from that update
 on no file of this process may get larger; "deaf": [rank, step]: this process loses its network; "dtype": another than
 float64; "by_layer": there is no room for whole weights, which FSDP gathers a layer at a time; "late": seconds that
-parts of a checkpoint take longer to be on the disk; "ports": a port for each of several trainings, with "then" between
-their words.
+parts of a checkpoint take longer to be on the disk.
 """
 
 from __future__ import annotations
@@ -97,11 +96,4 @@ if __name__ == "__main__":
     if asked.get("data", [None])[0] == RANK:
         load = build.load_data  # type: ignore[attr-defined]
         build.load_data = lambda config, *others: load(replace(config, train_tsv=asked["data"][1]), *others)  # type: ignore[attr-defined]
-    code = 0
-    for port in asked.get("ports", [os.environ.get("MASTER_PORT", "")]):
-        if "ports" in asked:
-            os.environ["MASTER_PORT"] = port
-        end = words.index("then") if "then" in words else len(words)
-        code = code or main(words[:end])
-        words = words[end + 1 :]
-    leave(code)
+    leave(main(words))

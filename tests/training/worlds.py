@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from fastformer.checkpoints.training_state import checkpoints, load_checkpoint
+from fastformer.cli import main
 from fastformer.training.world import read_parts
 from tests.training.tiny import lines
 
@@ -51,7 +54,7 @@ def command(
 
 @contextlib.contextmanager
 def two(*runs: Path, **flags: Any) -> Iterator[Iterator[list[str]]]:
-    """Starts another process as rank 1, with this one as rank 0; torchrun would take longer to start than they take.
+    """Forks another process as rank 1, with this one as rank 0; a new one would take longer to start than they take.
 
     Args:
         runs: run folders, each named after its sharding.
@@ -65,27 +68,46 @@ def two(*runs: Path, **flags: Any) -> Iterator[Iterator[list[str]]]:
         for each in free:
             each.bind(("127.0.0.1", 0))
         ports = [str(each.getsockname()[1]) for each in free]
-    scripts = [command(0, run, options={"ports": ports}, sharding=run.name, **flags) for run in runs]
+    scripts = [command(0, run, sharding=run.name, **flags) for run in runs]
     words = [script[script.index("train") :] for script in scripts]
-    script = scripts[0] + [word for each in words[1:] for word in ("then", *each)]
     ranks = [{"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     before = {name: os.environ.get(name) for name in (*ranks[0], "MASTER_PORT")}
-    other = subprocess.Popen(script, env={**ENVIRONMENT, **ranks[1]}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def each_words() -> Iterator[list[str]]:
         for port, each in zip(ports, words, strict=True):
             os.environ["MASTER_PORT"] = port
             yield each
 
+    said = runs[0].parent / "said.txt"
+    other = os.fork()
+    if not other:
+        _run_as_the_other(ranks[1], each_words(), said)
     try:
         os.environ.update(ranks[0])
         yield each_words()
-        said, _ = other.communicate(timeout=60)
-        assert other.returncode == 0 and not said, said.decode()
+        status, other = os.waitpid(other, 0)[1], 0
+        assert status == 0 and not said.read_text(), said.read_text()
     finally:
-        other.kill()
+        if other:
+            os.kill(other, signal.SIGKILL)
+            os.waitpid(other, 0)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _run_as_the_other(rank: dict[str, str], each_words: Iterator[list[str]], said: Path) -> NoReturn:
+    """Runs trainings in a forked process, which ends with them; what it says is written to a file."""
+    signal.alarm(60)
+    code = 1
+    try:
+        with said.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            try:
+                os.environ.update(rank)
+                code = max(main(words) for words in each_words)
+            except BaseException:
+                traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def train(processes: int, run: Path, *, fails: bool = False, **others: Any) -> str:
