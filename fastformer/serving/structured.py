@@ -23,6 +23,10 @@ _PARTS = {"json": "schema", "regex": "regex", "choice": "choices", "grammar": "g
 _ANY_JSON = {"type": "object"}
 
 
+class ConstraintTooLarge(ValueError):
+    """A constraint has more characters than the server compiles."""
+
+
 class Constrained(NamedTuple):
     """The constraint of a request.
 
@@ -71,7 +75,8 @@ async def compiled(constrained: Constrained, service: GenerateService, deadline:
     """Compiles a constraint, which requests have at once as long as the caller keeps the result.
 
     Raises:
-        ValueError: the constraint is empty, wrong or too large, or can't be enforced.
+        ConstraintTooLarge: the constraint has too many characters.
+        ValueError: the constraint is empty or wrong, or can't be enforced.
         RuntimeError: the library that enforces it can't be imported.
         QueueFull, TooLate: see `Session.aside`.
     """
@@ -82,7 +87,7 @@ async def compiled(constrained: Constrained, service: GenerateService, deadline:
     if constraint is None:
         raise ValueError(f"expected {constrained.param} that isn't empty")
     if (size := len(constraint.text)) > MOST_CHARS:
-        raise ValueError(f"expected {constrained.param} of at most {MOST_CHARS:,} characters, got {size:,}")
+        raise ConstraintTooLarge(f"expected {constrained.param} of at most {MOST_CHARS:,} characters, got {size:,}")
     work = functools.partial(service.session.check_constraint, constrained.options)
     try:
         grammar = await service.session.aside(work, size, deadline=deadline, is_slow=True)

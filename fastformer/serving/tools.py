@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from fastformer.generation.constraints import Constraint, Triggers
 from fastformer.serving.generate_service import GenerateService
 from fastformer.serving.openai_bodies import ApiError, ChatBody
-from fastformer.serving.structured import MOST_CHARS, Constrained, compiled
+from fastformer.serving.structured import Constrained, ConstraintTooLarge, compiled
 from fastformer.serving.tool_formats import PYTHON_TAG, ToolFormat, format_of
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -120,9 +120,9 @@ async def begun_calls(
     is_parallel = body.parallel_tool_calls is not False
     try:
         grammar = tools.format.grammar(tools.schemas, special, is_parallel=is_parallel, is_begun=True)
-        if len(grammar) > MOST_CHARS:
-            return None
         return await compiled(Constrained("tools", {"grammar": grammar}), service, deadline)
+    except ConstraintTooLarge:
+        return None
     except (ValueError, RecursionError) as error:
         raise ApiError(str(error), param="tools") from error
 

@@ -46,6 +46,47 @@ def written(variables: dict[str, torch.Tensor], spec: str = "TransformerSpec", v
     return out + struct.pack("<I", 0)
 
 
+def file_of(
+    name: bytes = b"ab", shape: tuple[int, ...] = (1,), dtype: int = 0, size: int = 4, *, version: int = 6,
+    times: int = 1, aliases: tuple[tuple[bytes, bytes], ...] = (), more: bytes = b"",
+) -> bytes:  # fmt: skip
+    """Returns a model.bin of one variable, as the file's format has it."""
+
+    def text(value: bytes) -> bytes:
+        return struct.pack("<H", len(value) + 1) + value + b"\0"
+
+    sizes = struct.pack(f"<B{len(shape)}I", len(shape), *shape)
+    variable = text(name) + sizes + struct.pack("<BI", dtype, size) + bytes(size)
+    pairs = b"".join(text(alias) + text(of) for alias, of in aliases)
+    head = struct.pack("<I", version) + text(b"Spec") + struct.pack("<II", 7, times)
+    return head + variable * times + struct.pack("<I", len(aliases)) + pairs + more
+
+
+# What a file has, and a word of the error; None: it is read.
+BOUNDS: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None), ({"shape": (1,) * 4}, None), ({"shape": (1,) * 5}, "dimensions"), ({"shape": (), "size": 4}, None),
+    ({"dtype": 5, "size": 2}, None), ({"dtype": 6, "size": 2}, "dtype"), ({"dtype": 255}, "dtype"),
+    ({"size": 8}, "bytes"), ({"size": 0}, "bytes"), ({"shape": (0,), "size": 0}, None), ({"version": 5}, "version"),
+    ({"version": 7}, "version"), ({"times": 2}, "twice"), ({"aliases": ((b"cd", b"ab"),)}, None),
+    ({"aliases": ((b"cd", b"ef"),)}, "aliases"), ({"aliases": ((b"ab", b"ab"),)}, "aliases"),
+    ({"aliases": ((b"cd", b"ab"), (b"cd", b"ab"))}, "aliases"), ({"more": b"\0"}, "1 bytes more"),
+    ({"name": b"\xff"}, "UTF-8"),
+]  # fmt: skip
+
+
+def test_a_file_is_read_up_to_the_bounds_of_its_format(tmp_path) -> None:
+    path = tmp_path / MODEL
+    for parts, word in BOUNDS:
+        path.write_bytes(file_of(**parts))
+        if word is None:
+            name, variables = read_variables(path)
+            assert name == "Spec" and variables["ab"].shape == parts.get("shape", (1,)), parts
+            assert variables.keys() == {"ab", *(["cd"] if parts.get("aliases") else [])}, parts
+        else:
+            with pytest.raises(ValueError, match=word):
+                read_variables(path)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of a folder, to change."""

@@ -275,6 +275,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.released: list[torch.Tensor] = []
 
     def numbers_of(self, shape: tuple[int, ...], stored: torch.Tensor) -> torch.Tensor:
         self.asked.append(stored.numel())
@@ -284,7 +285,20 @@ class Counted:
         """Has no groups."""
 
     def release(self, *parts: Any) -> None:
-        """Does nothing."""
+        """Notes what needs no memory."""
+        self.released.extend(parts)
+
+
+def test_what_was_read_is_released_in_the_file() -> None:
+    """Rows in order are parts of the file; rows in another order are copies, so that the file's are released."""
+    numbers = torch.arange(8 * 32).view(8, 32)
+    matrix: Any = FileMatrix(source := Counted(), (8, 32), (numbers,))
+    for chosen, (begin, end) in ((matrix, (2, 5)), (matrix[torch.tensor([4, 1, 6])], (0, 3))):
+        source.released.clear()
+        chosen.rows(begin, end)
+        [part] = source.released
+        expected = numbers[2:5] if chosen is matrix else numbers
+        assert part.data_ptr() == expected.data_ptr() and torch.equal(part, expected)
 
 
 @pytest.mark.parametrize("shape", [(300, 512), (1, 40_000), (0, 16), (3, 20_000)])

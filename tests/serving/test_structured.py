@@ -134,6 +134,14 @@ def test_a_constraint_that_cannot_be_honoured_is_refused_before_any_token(fields
         assert answer.json()["error"]["param"] in fields and answer.json()["error"]["message"]
 
 
+async def test_the_longest_constraint_is_honoured(folder, monkeypatch) -> None:
+    monkeypatch.setattr("fastformer.serving.structured.MOST_CHARS", 1000)
+    async with serving(open_service(folder)) as here:
+        for size, status in ((1000, 200), (1001, 400)):
+            body = {"messages": ASKED, "regex": "a" * size, "max_tokens": 1}
+            assert (await here.post("/v1/chat/completions", json=body)).status_code == status
+
+
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/generate"])
 async def test_a_constraint_is_compiled_once_whatever_comes_between(route, folder, monkeypatch) -> None:
     """Many others are compiled before its request is made, in the event loop, which would stand still meanwhile."""

@@ -243,6 +243,13 @@ class Variant(NamedTuple):
             free.append("local_rotary_base")
         check_form(config, expected, (*free, *_BIASES), self.name)
         self._check_biases(config)
+        scales_all = config.rotary_scaling is not None and config.local_rotary_base is None
+        if self.local_base is not None and scales_all and any(config.windows):
+            raise MisfitError(
+                "local_rotary_base",
+                f"expected a {self.name}, whose layers with a window don't scale positions, with a local_rotary_base "
+                "next to rotary_scaling, got None",
+            )
         if self.even_heads and config.d_model % config.num_heads:
             raise ValueError(
                 f"expected a {self.name}, with d_model a multiple of num_heads, got {config.d_model} and "
@@ -262,7 +269,7 @@ class Variant(NamedTuple):
             "attention_dropout": config.attention_dropout,
             **dict.fromkeys(self.dropouts, config.dropout),
             **write_lengths(config, grows=self.grows),
-            **write_rope(config, *((FULL, SLIDING) if self.local_base is not None else ())),
+            **write_rope(config, self.fraction, *((FULL, SLIDING) if self.local_base is not None else ())),
             **self.more_settings(config),
         }
         for setting, value in zip(self.biases, (qkv, out, config.bias), strict=True):

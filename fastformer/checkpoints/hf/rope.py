@@ -160,11 +160,14 @@ def write_lengths(config: GPTConfig, *, grows: bool) -> dict[str, Any]:
     return {"max_position_embeddings": max_positions, **original}
 
 
-def write_rope(config: GPTConfig, full: str | None = None, sliding: str | None = None) -> dict[str, Any]:
+def write_rope(
+    config: GPTConfig, fraction: float = 1.0, full: str | None = None, sliding: str | None = None
+) -> dict[str, Any]:
     """Returns the settings of a config's rotary positions, readable by all versions of transformers.
 
     Args:
         config: the config of the model.
+        fraction: the family's usual `rotary_fraction`, which settings without one have.
         full, sliding: the names of the kinds of layers, if each kind has parameters of its own.
     """
     scaling = {
@@ -173,7 +176,8 @@ def write_rope(config: GPTConfig, full: str | None = None, sliding: str | None =
     kind, base = scaling.pop("kind", "default"), config.rotary_base
     if kind == "dynamic":
         del scaling[_LENGTH]
-    partial = {} if config.rotary_fraction == 1.0 else {"partial_rotary_factor": config.rotary_fraction}
+    is_whole = config.rotary_fraction == fraction == 1.0
+    partial = {} if is_whole else {"partial_rotary_factor": config.rotary_fraction}
     parameters = {"rope_type": kind, "rope_theta": base, **scaling, **partial}
     written: dict[str, Any] = {"rope_theta": base, **partial}
     if kind == "longrope":  # Phi-3 expects these three entries, under this name

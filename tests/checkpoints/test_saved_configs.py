@@ -1,0 +1,100 @@
+"""A config is saved as a family's settings, from which the same config is read, or the family refuses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS
+from fastformer.models import BERTConfig, GPTConfig
+from tests.checkpoints.test_hf_settings import OLD, SIZES
+
+_SOME, _OTHERS = (True, False, True, False), (False, True, False, True)
+_LINEAR = {"kind": "linear", "factor": 2.0}
+# Values of each option, of which those that it has already change nothing.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "norm": ("layer", "rms"), "activation": ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"),
+    "qk_norm": (None, "head", "all"), "norm_placement": ("pre", "post", "both"), "num_kv_heads": (2, 4),
+    "positions": ("learned", "sinusoidal", "rotary", "relative", "learned-relative"), "d_ff": (40,), "head_dim": (8,),
+    "window_size": (None, 7), "window_layers": (None, _SOME, _OTHERS), "rotary_layers": (None, _SOME, _OTHERS),
+    "sparse_layers": (None, _SOME), "num_experts": (None, 4), "num_experts_per_tok": (1, 3), "expert_d_ff": (None, 24),
+    "shared_expert_d_ff": (None, 40), "rotary_scaling": (None, _LINEAR), "local_rotary_base": (None, 500.0),
+    "attention_softcap": (None, 20.0), "logit_softcap": (None, 20.0), "embedding_scale": (None, 3.0),
+    "attention_scale": (None, 0.5), "rotary_fraction": (0.5, 1.0), "rotary_base": (500.0,), "max_len": (64,),
+    "layer_norm_eps": (0.25,), "router_aux_loss_coef": (0.0, 0.5), "embedding_size": (None, 16),
+    "token_types": (0, 1, 3), "num_buckets": (8,), "max_distance": (64,), "head_pooling": ("cls", "mean"),
+    "layer_groups": (None, 2),
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), (0.0, 0.25)),
+    **dict.fromkeys(("bias", "parallel_residual", "is_causal", "norm_topk_prob", "shared_norm", "output_bias",
+                     "norm_first", "first_norm", "embedding_norm", "pooler"), (False, True)),
+    **dict.fromkeys(("qkv_bias", "out_bias", "norm_bias", "attention_bias"), (None, False, True)),
+}  # fmt: skip
+# Options that mean something together.
+TOGETHER = (
+    ("window_size", "window_layers", "rotary_layers"), ("rotary_scaling", "local_rotary_base", "window_size"),
+    ("parallel_residual", "shared_norm"), ("num_experts", "expert_d_ff", "shared_expert_d_ff", "sparse_layers"),
+)  # fmt: skip
+# What the tensors tell, or settings that all families have.
+ELSEWHERE = ("vocab_size", "special_ids", "tie_embeddings", "num_labels", "head", "head_dropout", "pooler")
+
+
+def changes(config: Any) -> list[dict[str, Any]]:
+    groups = [(name,) for name in VALUES] + [
+        part
+        for names in TOGETHER
+        for count in range(2, len(names) + 1)
+        for part in itertools.combinations(names, count)
+    ]
+    return [
+        dict(zip(names, values, strict=True))
+        for names in groups
+        if all(hasattr(config, name) for name in names)
+        for values in itertools.product(*(VALUES[name] for name in names))
+    ]
+
+
+def meaning(config: Any) -> dict[str, Any]:
+    """Returns the options of a config, each None in the place of which another option counts as that option."""
+    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    counts = {"num_kv_heads": "num_heads", "expert_d_ff": "d_ff", "local_rotary_base": "rotary_base"}
+    for name, other in counts.items():
+        if name in own and own[name] is None and not (name.startswith("local") and own.get("rotary_scaling")):
+            own[name] = own[other]
+    for name in ("qkv_bias", "out_bias", "norm_bias", "attention_bias"):
+        if own.get(name) is None:
+            own[name] = own["bias"]
+    return {name: value for name, value in own.items() if name not in ELSEWHERE}
+
+
+def base_of(kind: str) -> Any:
+    settings: dict[str, Any] = next(
+        (row[1] for row in reversed(OLD) if row[0] == kind and "rope_scaling" not in row[1]), {}
+    )
+    if kind in DECODER_FORMS:
+        return GPTConfig(60, **DECODER_FORMS[kind].options(SIZES | settings))
+    own = {"dim": 64, "n_heads": 4, "n_layers": 4, "hidden_dim": 96} if kind == "distilbert" else {}
+    return BERTConfig(60, **ENCODER_FORMS[kind].options(SIZES | own))
+
+
+@pytest.mark.parametrize("kind", [*DECODER_FORMS, *ENCODER_FORMS])
+def test_a_config_is_read_as_it_was_saved_or_refused(kind: str) -> None:
+    config = base_of(kind)
+    forms: dict[str, Any] = {**DECODER_FORMS, **ENCODER_FORMS}
+    kept = 0
+    for change in changes(config):
+        try:
+            changed = dataclasses.replace(config, **change)
+            written = forms[kind].settings(changed)
+        except ValueError:
+            continue
+        if kind in ENCODER_FORMS:
+            unused = SIZES["max_position_embeddings"] - config.max_len  # a table has rows that stand for no position
+            written.setdefault("max_position_embeddings", changed.max_len + unused)
+        again = type(config)(60, **forms[kind].options(json.loads(json.dumps(written))))
+        assert meaning(again) == meaning(changed), change
+        kept += meaning(changed) != meaning(config)
+    assert kept > 3
