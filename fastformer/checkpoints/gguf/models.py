@@ -331,9 +331,8 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         raise ValueError(f"expected keys and values of one length, got {settings['head_dim']} and {size}")
     if architecture.experts:
         settings |= _expert_settings(file, values)
-    if architecture.kind == "llama" and "sliding_window" in settings:
-        settings["model_type"] = "mistral"
-    elif architecture.kind == "llama":
+    if architecture.kind == "llama":
+        settings.pop("sliding_window", None)  # llama.cpp doesn't read it either
         settings |= {
             flag: any(key.endswith(f"{part}.bias") for key in file.tensors)
             for flag, part in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up"))

@@ -116,8 +116,6 @@ class Experts(NamedTuple):
             settings["norm_topk_prob"] = config.norm_topk_prob
         if self.d_ff is not None:
             settings[self.d_ff] = config.expert_d_ff or config.d_ff
-        elif config.expert_d_ff not in (None, config.d_ff):
-            raise MisfitError("expert_d_ff", f"expected expert_d_ff={config.d_ff}, got {config.expert_d_ff}")
         if self.shared:
             settings[self.shared[2]] = config.shared_expert_d_ff
         if self.may_be_dense:
