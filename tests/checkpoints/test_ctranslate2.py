@@ -197,6 +197,21 @@ def test_models_of_both_sides_may_have_vocabularies_of_their_own(folder: Path) -
         ({"encoder/num_heads": None, "decoder/num_heads": None}, "num_heads"),
         ({"decoder/layer_0/ffn/linear_1/bias": torch.ones(5)}, "linear2"),
         ({"decoder/position_encodings/encodings": torch.ones(9, 5)}, "position"),
+        ({"encoder/position_encodings/encodings": None, "decoder/position_encodings/encodings": None}, "relative bias"),
+        (
+            {f"{side}/activation": torch.tensor(0, dtype=torch.int8) for side in ("encoder", "decoder")}
+            | {"encoder/layer_0/ffn/linear_0_noact/weight": torch.ones(32, 16)},
+            "gated activation",
+        ),
+        ({"decoder/scale_outputs": torch.tensor(0.3)}, "scale_outputs"),
+        (
+            {f"{side}/multi_query_attention": torch.tensor(1, dtype=torch.int8) for side in ("encoder", "decoder")},
+            "heads of keys",
+        ),
+        ({"encoder/embeddings_merge": torch.tensor(1, dtype=torch.int8)}, "one embedding"),
+        ({"decoder/embeddings/weight": torch.ones(39, 5), "decoder/embeddings/weight_scale": None}, "one width"),
+        ({"encoder/scale_embeddings": torch.tensor(2.0)}, "scale_embeddings of encoder and decoder"),
+        ({"decoder/scale_outputs": torch.tensor(float("nan"))}, "finite"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -68,6 +68,91 @@ def test_matrices_decide_the_dtype(name, tmp_path) -> None:
         assert next(load(folder)[0].parameters()).dtype == dtype
 
 
+def changed(folder: Path, changes: dict[str, torch.Tensor | None]) -> Any:
+    """Loads a folder of which some variables have other values; a name with a * is one of each layer."""
+    specification, variables = read_variables(folder / MODEL)
+    stored: dict[str, Any] = as_tensors(variables)
+    for name, value in changes.items():
+        stored |= {name.replace("*", str(layer)): value for layer in range(2)}
+    (folder / MODEL).write_bytes(written({name: x for name, x in stored.items() if x is not None}, specification))
+    return load(folder)[0]
+
+
+def few(value: int) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int8)
+
+
+def whole(value: int) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int32)
+
+
+ATTENTION = "decoder/layer_*/self_attention"
+# Variables, and the options of the model.
+READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"decoder/final_logit_softcapping": torch.tensor(20.0)}, {"logit_softcap": 20.0}),
+    ({"decoder/final_logit_softcapping": torch.tensor(0.0)}, {"logit_softcap": None}),
+    ({f"{ATTENTION}/queries_scale": torch.tensor(0.25)}, {"attention_scale": 0.25}),
+    ({f"{ATTENTION}/queries_scale": torch.tensor(0.5)}, {"attention_scale": None}),  # of heads of 4 numbers
+    ({f"{ATTENTION}/rotary_scaling_type": few(0), f"{ATTENTION}/rotary_scaling_factor":
+      torch.tensor(2.0)}, {"rotary_scaling": {"kind": "linear", "factor": 2.0}}),
+    ({f"{ATTENTION}/rotary_scaling_type": few(-1)}, {"rotary_scaling": None}),
+    ({f"{ATTENTION}/rotary_dim": whole(2)}, {"rotary_fraction": 0.5}),
+    ({f"{ATTENTION}/rotary_dim": whole(4)}, {"rotary_fraction": 1.0}),
+    ({f"{ATTENTION}/sliding_window": whole(5)}, {"window_size": 4, "windows": (True, True)}),
+    ({"decoder/layer_1/self_attention/sliding_window": whole(5)}, {"windows": (False, True)}),
+    ({"decoder/projection/bias": torch.zeros(40)}, {"output_bias": False}),
+    ({"decoder/scale_embeddings": few(1)}, {"embedding_scale": 4.0}),
+    ({"decoder/scale_embeddings": torch.tensor(3.0)}, {"embedding_scale": 3.0}),
+    ({"decoder/layer_0/self_attention/rotary_base": torch.tensor(500.0),
+      "decoder/layer_0/self_attention/sliding_window": whole(5)},
+     {"rotary_base": 10_000.0, "local_rotary_base": 500.0}),
+]  # fmt: skip
+# Variables, and words of the error.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"decoder/projection/bias": torch.ones(40)}, "bias"), ({"decoder/alibi": few(1)}, "alibi"),
+    ({"decoder/pre_norm": few(0)}, "norms after"),
+    ({f"{ATTENTION}/head_dim": whole(0)}, "head_dim"),
+    ({f"{ATTENTION}/rotary_interleave": few(1)}, "rotary_interleave"),
+    ({f"{ATTENTION}/rotary_scaling_type": few(1)}, "rotary_scaling_type 1"),
+    ({f"{ATTENTION}/rotary_scaling_type": few(0)}, "rotary_scaling_factor"),
+    ({f"{ATTENTION}/rotary_scaling_type": few(2), f"{ATTENTION}/rotary_scaling_factor":
+      torch.tensor(2.0)}, "rotary_scaling_factor"),
+    ({"decoder/layer_0/self_attention/rotary_dim": whole(2)}, "rotary_dim"),
+    ({"decoder/layer_0/self_attention/rotary_base": torch.tensor(5.0)}, "rotary_base"),
+    ({"decoder/layer_0/self_attention/sliding_window": whole(5),
+      "decoder/layer_1/self_attention/sliding_window": whole(7)}, "one window"),
+    ({"decoder/activation": few(0)}, "gated activation"),
+    ({"decoder/embeddings/weight": torch.ones(39, 16), "decoder/embeddings/weight_scale": None}, "40 tokens"),
+    ({"decoder/unheard_of": few(1)}, "unheard_of"),
+]  # fmt: skip
+
+
+def test_each_variable_is_an_option_or_refused(folder) -> None:
+    data = (folder / MODEL).read_bytes()
+    for changes, options in READ:
+        config = changed(folder, changes).config
+        found = {name: getattr(config, name) for name in options}
+        assert {**found, "rotary_scaling": found.get("rotary_scaling") and dict(found["rotary_scaling"])} == {
+            "rotary_scaling": None, **options}, changes  # fmt: skip
+        (folder / MODEL).write_bytes(data)
+    for changes, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            changed(folder, changes)
+        (folder / MODEL).write_bytes(data)
+
+
+def test_layers_may_share_a_norm(tmp_path) -> None:
+    folder = Path(shutil.copytree(DECODER_FOLDERS / "gpt2", tmp_path / "gpt2"))
+    names = [f"{place}/layer_norm/{part}" for place in (ATTENTION, "decoder/layer_*/ffn") for part in ("gamma", "beta")]
+    gamma, beta = torch.rand(16), torch.rand(16)
+    place = "decoder/layer_*/shared_layer_norm"
+    model = changed(folder, {**dict.fromkeys(names), f"{place}/gamma": gamma, f"{place}/beta": beta})
+    assert model.config.parallel_residual
+    for layer in model.decoder.layers:
+        for norm in (layer.norm1, layer.norm2):
+            assert torch.equal(norm.weight, gamma) and torch.equal(norm.bias, beta)
+
+
 def test_commands_take_a_folder(folder, capsys) -> None:
     assert architecture_of(folder) == "GPT" and folder_options(folder) == {}
     assert main(["generate", str(folder), "t5 t9", "--greedy", "--max_new_tokens", "3", "--device", "cpu"]) == 0

@@ -98,3 +98,38 @@ def test_a_config_is_read_as_it_was_saved_or_refused(kind: str) -> None:
         assert meaning(again) == meaning(changed), change
         kept += meaning(changed) != meaning(config)
     assert kept > 3
+
+
+def others(value: Any) -> tuple[Any, ...]:
+    """Returns other values for a setting."""
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return (value * 2, max(1, value // 2))
+    if isinstance(value, float):
+        return (value * 0.5, value + 0.25)
+    if isinstance(value, list) and value:
+        return (value[::-1], [value[0]] * len(value), [value[-1]] * len(value))
+    return ("relu", "gelu", "gelu_new", "silu", "mean", "rope") if isinstance(value, str) else (8, 0.5, True)
+
+
+@pytest.mark.parametrize("kind", [*DECODER_FORMS, *ENCODER_FORMS])
+def test_a_config_that_was_read_can_be_saved(kind: str) -> None:
+    config = base_of(kind)
+    forms: dict[str, Any] = {**DECODER_FORMS, **ENCODER_FORMS}
+    settings = {"max_position_embeddings": SIZES["max_position_embeddings"]} if kind in ENCODER_FORMS else {}
+    settings |= forms[kind].settings(config)
+    kept = set()
+    for name, value in settings.items():
+        if name in ("num_attention_heads", "num_key_value_heads"):  # each depends on the other
+            continue
+        for other in others(value):
+            try:
+                changed = type(config)(60, **forms[kind].options({**settings, name: other}))
+            except ValueError:
+                continue
+            again = type(config)(60, **forms[kind].options({**settings, **forms[kind].settings(changed)}))
+            unread = {"max_len"} if kind in ENCODER_FORMS else set()
+            assert {**meaning(again), **dict.fromkeys(unread)} == {**meaning(changed), **dict.fromkeys(unread)}, name
+            kept |= {name} if meaning(changed) != meaning(config) else set()
+    assert len(kept) > 5

@@ -143,7 +143,7 @@ def _settings(config: BERTConfig) -> dict[str, Any]:
         "mlp_dropout": config.activation_dropout,
         "classifier_dropout": config.head_dropout,
         "classifier_pooling": config.head_pooling,
-        "local_attention": 128 if config.window_size is None else 2 * config.window_size,
+        "local_attention": 128 if config.window_size is None else max(1, 2 * config.window_size),  # 1 is a window of 0
         "layer_types": [_SLIDING if has_window else _FULL for has_window in config.windows],
         "rope_parameters": parameters,
         **_before_version_5(config, local),
