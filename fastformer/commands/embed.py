@@ -58,8 +58,10 @@ def embed(
     from fastformer.devices import choose_device
     from fastformer.encoding import Encoder
 
-    if out is None and is_terminal(sys.stdout):
-        raise ValueError("expected --out FILE, or standard output to go to a file (> vectors.npy), got a terminal")
+    if out is None:
+        if is_terminal(sys.stdout):
+            raise ValueError("expected --out FILE, or standard output to go to a file (> vectors.npy), got a terminal")
+        sys.stdout.write("")  # fails before the work if the stream was closed when the process began
     encoder = Encoder.from_pretrained(folder, precision=precision, device=choose_device(device, precision))
     total = 0
     with _written(out) as write, progress(unit="text") as advance:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -103,13 +104,15 @@ def test_only_a_terminal_that_would_get_the_numbers_is_refused(encoder, monkeypa
     assert out.getvalue()[1:6] == (b"" if "stdout" in terminals else b"NUMPY")
 
 
-@pytest.mark.parametrize("kind", ["of text alone", "closed", "that takes nothing"])
+@pytest.mark.parametrize("kind", ["of text alone", "closed", "that never was open", "that takes nothing"])
 def test_an_output_that_takes_no_numbers_is_an_error(encoder, monkeypatch, capsys, kind) -> None:
-    taking = io.TextIOWrapper(io.BytesIO())
+    taking: Any = io.TextIOWrapper(io.BytesIO())
     if kind == "closed":
         taking.close()
     if kind == "that takes nothing":
         monkeypatch.setattr(taking.buffer, "write", Mock(side_effect=OSError(28, "No space left on device")))
+    if kind == "that never was open":
+        taking = None
     monkeypatch.setattr(sys, "stdout", io.StringIO() if kind == "of text alone" else taking)
     assert main(["embed", str(encoder), TEXTS[0]]) == 1
     error = capsys.readouterr().err
