@@ -92,6 +92,9 @@ def test_a_prompt_that_the_tokenizer_changes_is_kept_and_reported(tmp_path, ran,
     backend.save(str(tmp_path / "run" / "tokenizer.json"))
     assert ran("generate", str(tmp_path / "run"), "a\nb", *FEW).out.startswith("a\nb")
     assert "the tokenizer doesn't know 1 of the prompt's 3 tokens" in caplog.text
+    (tmp_path / "prompts").write_text("abz\ncc\nzz\n")
+    ran("generate", str(tmp_path / "run"), "--file", str(tmp_path / "prompts"), *FEW)
+    assert "the tokenizer doesn't know 3 of the prompt's 7 tokens" in caplog.text
 
 
 def test_the_usual_limit_of_a_folder_without_one(tmp_path, ran) -> None:

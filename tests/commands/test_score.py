@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -248,3 +249,10 @@ def test_flags_that_belong_to_another_purpose_are_named(translator, language_mod
         ([translator, "--file", file, "--target", file, "--max_tokens", "0"], "max_tokens"),
     ):
         assert expected in ran("score", *arguments, code=1).err
+    scored = {"RUN": [translator], "--file": ["--file", file], "--target": ["--target", file]}
+    compared = [["--hypotheses", file], ["--reference", file], ["--baseline", file]]
+    for name, words in scored.items():
+        for others in compared:
+            assert "expected RUN and --file, or" in ran("score", *words, *others, code=1).err, name
+        everything = [*words, *itertools.chain.from_iterable(compared)]
+        assert "expected RUN and --file, or" in ran("score", *everything, code=1).err, name

@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from docstring_parser import parse as parse_docstring
 
 from fastformer.checkpoints.training_state import latest_checkpoint
 from fastformer.cli import main
@@ -52,6 +53,10 @@ def test_the_help_names_the_default_model(kind, ran) -> None:
         assert re.search(rf"by default {value}|{kind} {value}[,)]", flag), flag
     assert "max_len" not in everything.partition("by default")[0]
     assert not re.search(r"by default \S+ \(\)", everything)
+    for setting in parse_docstring(type(settings).__doc__ or "").params:  # also where others have such a setting
+        if f"--model.{setting.arg_name} " in everything:
+            flag = everything.partition(f"--model.{setting.arg_name} ")[2].partition("--model.")[0]
+            assert " ".join((setting.description or "").split()).rstrip(".") in flag
     if kind == "transformer":
         assert re.search(r"base d_model 512, .*num_encoder_layers 6", presets)
         assert re.search(r"tiny d_model 128, .*num_encoder_layers 2", presets)

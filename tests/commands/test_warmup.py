@@ -41,9 +41,11 @@ def test_each_kind_of_model_is_used_as_it_will_be(kind: str, monkeypatch: pytest
     modes: list[bool] = []
     embedding = next(module for module in used.modules() if "Embedding" in type(module).__name__)
     embedding.register_forward_pre_hook(lambda module, args: modes.append(torch.is_grad_enabled()))
+    gradients = list[torch.Tensor]()
+    next(used.parameters()).register_post_accumulate_grad_hook(gradients.append)
     for trains in (False, True):
         run_all(calls(used.train(not trains), 3, 100, trains))
-        assert used.training is not trains
+        assert used.training is not trains and bool(gradients) == trains
     assert (beams, rows) == ((set(), set()) if kind == "BERT" else ({1, 4}, {1, 3}))
     assert True in modes and (kind != "BERT" or False in modes)  # on a CPU others decode by an engine
     assert all(torch.equal(value, before[name]) for name, value in used.state_dict().items())

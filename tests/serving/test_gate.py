@@ -528,8 +528,8 @@ def test_an_origin_that_no_browser_sends_is_refused(origin, translator_folder) -
 async def test_a_body_of_many_lists_is_not_read(translator_folder) -> None:
     async with serving(open_service(translator_folder, limits=Limits(max_text_chars=10**6))) as client:
         for count in (100_000, 100_001):  # no text; and too many lists
-            for text in ("a", "["):
-                answer = await client.post("/v1/translate", json={"text": text, "prefix": [[]] * (count - 2)})
+            for text, inner in (("a", list[str]()), ("[", dict[str, str]())):
+                answer = await client.post("/v1/translate", json={"text": text, "prefix": [inner] * (count - 2)})
                 told = answer.json()["error"]["message"]
                 assert answer.status_code == 400 and ("lists" in told) == (count > 100_000), told
 

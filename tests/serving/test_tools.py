@@ -429,6 +429,17 @@ def test_arguments_are_told_as_the_model_writes_them(arguments, family) -> None:
     assert calls == [{"name": "clock", "arguments": arguments}, {"name": "weather", "arguments": "{}"}]
 
 
+@pytest.mark.parametrize("arguments", ['{"zone": "UTC"}', "{}", '{"a": "\\"\\\\"}', "not JSON"])
+def test_arguments_that_are_a_text_are_told_as_what_it_says(arguments, family) -> None:
+    if FORMATS[family].behind_name:
+        pytest.skip("arguments stand by themselves")
+    style = AnswerStyle(FORMATS[family], [*SCHEMAS])
+    parser = AnswerParser(style)
+    parts = [*parser.add(SAID[family].replace(EXPECTED[0][1], json.dumps(arguments))), *parser.add("", is_end=True)]
+    [call, _] = [call["function"] for call in calls_of(parts, style)]
+    assert call == {"name": "clock", "arguments": arguments}
+
+
 @each("arguments", ["5", "null", "{}", '"a"', "[1]"])
 def test_text_behind_arguments_without_an_object_around_them_stays(arguments) -> None:
     parser = AnswerParser(AnswerStyle(FORMATS["mistral 11"], [*SCHEMAS]))
