@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "attention_dropout": 0.1, "dropout": 0.1, "d_ff": 256, "max_len": 256, "layer_norm_eps": 1e-5}),
     ("granitemoehybrid", {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 80,
                           "mamba_n_heads": 2, "position_embedding_type": "rope"}, {"d_ff": 80, "rotary_layers": None}),
+    ("granitemoehybrid", {"layer_types": ["attention"] * 4, "num_local_experts": 0, "mamba_n_heads": 2}, {
+        "d_ff": 1024, "rotary_layers": (False,) * 4}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, {
         "window_size": 31, "window_layers": None}),
     ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, {"window_size": None}),
@@ -157,6 +160,7 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
             "sliding_attention": {"rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_type": "default"}}},
          "window .*'linear'"),
         ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.2}, "residual_dropout.*0.1.*0.2"),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 4}, "num_local_experts of 0, got 8"),
         ("stablelm", {"hidden_dropout": 0.1}, "hidden_dropout .*0.1"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
@@ -294,6 +298,10 @@ def test_messages_tell_the_families_apart() -> None:
     """Each family has a name of its own, by which it tells what a folder lacks."""
     names = {kind: family.name for kind, family in FAMILIES.items()}
     assert len({*names.values()}) == len(names)
+    for kind, name in names.items():
+        assert re.fullmatch(r"[\w-]+( \w+)*", name)
+        letters = re.sub(r"\W", "", name.lower())
+        assert FAMILIES[kind].config_class.lower().startswith(letters) or name == "Granite 4"
     for kind in (*DECODER_FORMS, *ENCODER_FORMS):
         with pytest.raises(ValueError, match=f"(?<![\\w-]){names[kind]}(?![\\w-])"):
             FAMILIES[kind].to_model(Checkpoint({"model_type": kind}, {}))

@@ -203,6 +203,19 @@ def test_a_head_stays_within_its_size_in_one_piece_too(patient, line) -> None:
         assert everything(client).startswith(b"HTTP/1.1 400") and not patient.app.paths
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_head_of_64_kib_is_read(patient, more) -> None:
+    """The names and values of its fields count, and its URL."""
+    value = b"b" * ((64 << 10) - len(b"/a" + b"Host" + b"x" + b"A") + more)
+    with patient.connected() as client:
+        until(patient.connections)
+        [connection] = patient.server.server_state.connections
+        head = b"GET /a HTTP/1.1\r\nHost: x\r\nA: " + value + b"\r\n\r\n"
+        connection.loop.call_soon_threadsafe(connection.data_received, head)
+        until(lambda: "/a" in patient.app.paths) if not more else everything(client)
+        assert ("/a" in patient.app.paths) == (not more)
+
+
 def test_each_head_of_60_kib_on_a_connection_is_answered(patient) -> None:
     cookie = f"Cookie: a={'b' * (60 << 10)}"
     with patient.connected() as client:
