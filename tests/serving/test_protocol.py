@@ -7,7 +7,8 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -91,9 +92,14 @@ def serving(limits: Limits, idle_s: float = 2) -> Iterator[Served]:
         app.go = True
 
 
+def hasty() -> contextlib.AbstractContextManager[Served]:
+    """Starts a server whose time limits are short."""
+    return serving(Limits(body_s=0.4, write_s=0.3))
+
+
 @pytest.fixture
 def served() -> Iterator[Served]:
-    with serving(Limits(body_s=0.4, write_s=0.3)) as one:
+    with hasty() as one:
         yield one
 
 
@@ -126,7 +132,7 @@ def test_a_client_that_never_reads_is_disconnected(served) -> None:
             served.app.ended.clear()
 
 
-def test_a_slow_client_gets_the_whole_response() -> None:
+def a_slow_client_gets_the_whole_response() -> None:
     with serving(Limits(body_s=60, write_s=1)) as served, served.connected(SO_RCVBUF=65536) as client:
         client.sendall(get("/large", "Connection: close"))
         count, last = 0, time.monotonic() + 1.5  # longer than a client that doesn't read at all may take
@@ -137,8 +143,8 @@ def test_a_slow_client_gets_the_whole_response() -> None:
         assert count > LARGE
 
 
-def test_a_head_comes_in_time(served) -> None:
-    with contextlib.ExitStack() as held:
+def a_head_comes_in_time() -> None:
+    with hasty() as served, contextlib.ExitStack() as held:
         clients = []
         for head in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nA: "):
             clients.append(held.enter_context(served.connected()))
@@ -148,8 +154,7 @@ def test_a_head_comes_in_time(served) -> None:
             assert everything(client) == b"" and time.monotonic() - began > 0.2
 
 
-@pytest.mark.parametrize("short", ["body_s", "write_s", "idle_s"])
-def test_each_limit_of_time_ends_the_connections_that_it_is_for(short) -> None:
+def a_limit_of_time_ends_the_connections_that_it_is_for(short: str) -> None:
     seconds = {"body_s": 60.0, "write_s": 60.0, "idle_s": 60.0, short: 0.2}
     of_client = {
         "body_s": b"GET / HTTP/1.1\r\nHost:",  # a head without its end
@@ -172,19 +177,59 @@ def test_each_limit_of_time_ends_the_connections_that_it_is_for(short) -> None:
         assert connected() == of_client.keys() - {short}
 
 
-def test_a_head_behind_another_request_comes_in_time_too(served) -> None:
-    with served.connected() as client:
-        client.sendall(get("/a") + b"GET /b HTTP/1.1\r\nHost:")
-        began = time.monotonic()
-        assert everything(client).endswith(b"/a") and 0.2 < time.monotonic() - began < 1.5
-    with served.connected() as client:  # its time is over before the answer is
-        client.sendall(get("/wait") + b"GET /c HTTP/1.1\r\nHost:")
-        until(lambda: "/wait" in served.app.paths)
-        time.sleep(0.6)
+def a_head_behind_another_request_comes_in_time_too() -> None:
+    with hasty() as served:
+        with served.connected() as client:
+            client.sendall(get("/a") + b"GET /b HTTP/1.1\r\nHost:")
+            began = time.monotonic()
+            assert everything(client).endswith(b"/a") and 0.2 < time.monotonic() - began < 1.5
+        with served.connected() as client:  # its time is over before the answer is
+            client.sendall(get("/wait") + b"GET /c HTTP/1.1\r\nHost:")
+            until(lambda: "/wait" in served.app.paths)
+            time.sleep(0.6)
+            served.app.go = True
+            began = time.monotonic()
+            assert everything(client).endswith(b"/wait") and time.monotonic() - began < 1.5
+        assert not {"/b", "/c"} & {*served.app.paths}
+
+
+def an_answer_may_take_longer_than_a_head() -> None:
+    with hasty() as served, served.connected() as client:
+        client.sendall(get("/wait") + b"\r\n")  # old clients send a line too many
+        time.sleep(0.7)
         served.app.go = True
-        began = time.monotonic()
-        assert everything(client).endswith(b"/wait") and time.monotonic() - began < 1.5
-    assert not {"/b", "/c"} & {*served.app.paths}
+        assert client.recv(65536).endswith(b"/wait")
+        client.sendall(get("/again", "Connection: close"))
+        assert everything(client).endswith(b"/again")
+
+
+def another_protocol_is_not_spoken(protocol: str) -> None:
+    with serving(Limits(body_s=60, write_s=60), idle_s=60) as patient:  # which closes no connection for being idle
+        with patient.connected() as client:
+            client.sendall(get("/a", "Connection: Upgrade", f"Upgrade: {protocol}") + b"\x81\x05hello" * 100)
+            assert everything(client).endswith(b"/a")
+        with patient.connected() as client:
+            body = "Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\nxy"
+            client.sendall(f"POST /b HTTP/1.1\r\nHost: x\r\n{body}".encode())
+            assert everything(client).endswith(b"/b")
+
+
+def test_what_takes_its_time_is_ended_in_time_and_not_before() -> None:
+    """Most of these wait, so they wait at once, each with a server of its own."""
+    cases: list[tuple[Callable[..., None], str]] = [
+        (a_slow_client_gets_the_whole_response, ""),
+        (a_head_comes_in_time, ""),
+        *((a_limit_of_time_ends_the_connections_that_it_is_for, short) for short in ("body_s", "write_s", "idle_s")),
+        (a_head_behind_another_request_comes_in_time_too, ""),
+        (an_answer_may_take_longer_than_a_head, ""),
+        *((another_protocol_is_not_spoken, protocol) for protocol in ("websocket", "h2c")),
+    ]
+    with ThreadPoolExecutor(len(cases)) as threads:
+        begun = [threads.submit(case, *filter(None, [of])) for case, of in cases]
+    failed = {f"{case.__name__} {of}": each.exception() for (case, of), each in zip(cases, begun, strict=True)}
+    for name, error in failed.items():
+        if error is not None:
+            raise AssertionError(name) from error
 
 
 @pytest.mark.parametrize(
@@ -316,16 +361,6 @@ def test_no_endless_body_is_read_after_its_answer(patient) -> None:
         assert sent(client, 1000, 200) < 200
 
 
-def test_an_answer_may_take_longer_than_a_head(served) -> None:
-    with served.connected() as client:
-        client.sendall(get("/wait") + b"\r\n")  # old clients send a line too many
-        time.sleep(0.7)
-        served.app.go = True
-        assert client.recv(65536).endswith(b"/wait")
-        client.sendall(get("/again", "Connection: close"))
-        assert everything(client).endswith(b"/again")
-
-
 def test_pipelined_requests_are_answered_in_order(served) -> None:
     with served.connected() as client:
         client.sendall(b"".join(get(f"/{number}") for number in range(8)) + get("/last", "Connection: close"))
@@ -350,18 +385,6 @@ def test_a_half_closed_connection_counts_as_closed(served) -> None:
         client.shutdown(socket.SHUT_WR)
         assert everything(client) == b""
     until(lambda: served.app.gone == ["/wait"])
-
-
-@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
-def test_another_protocol_is_not_spoken(protocol) -> None:
-    with serving(Limits(body_s=60, write_s=60), idle_s=60) as patient:  # which closes no connection for being idle
-        with patient.connected() as client:
-            client.sendall(get("/a", "Connection: Upgrade", f"Upgrade: {protocol}") + b"\x81\x05hello" * 100)
-            assert everything(client).endswith(b"/a")
-        with patient.connected() as client:
-            body = "Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\nxy"
-            client.sendall(f"POST /b HTTP/1.1\r\nHost: x\r\n{body}".encode())
-            assert everything(client).endswith(b"/b")
 
 
 @pytest.mark.parametrize(
