@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -205,7 +206,7 @@ def is_finite(tensor: Tensor) -> bool:
 
     After each pass, PyTorch's threads wait for each other, which takes long beside busy processes.
     """
-    return not tensor.numel() or all(bool(each.isfinite()) for each in tensor.aminmax())  # NaN is both
+    return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))  # NaN is both
 
 
 def check_finite(origin: object, state: Mapping[str, Tensor]) -> None:
