@@ -89,10 +89,11 @@ def _kinds(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a schema with their types, bounds and defaults."""
+    """Returns the fields of a schema with their types, bounds and defaults, and whether they are described."""
     return {
         field: {key: value for key, value in each.items() if key not in ("title", "description")}
         | {"required": field in schema.get("required", ())}
+        | ({"described": True} if each.get("description") else {})
         for field, each in schema.get("properties", {}).items()
     }
 
