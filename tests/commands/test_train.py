@@ -14,6 +14,7 @@ from docstring_parser import parse as parse_docstring
 
 from fastformer.checkpoints.training_state import latest_checkpoint
 from fastformer.cli import main
+from fastformer.commands.train import read_settings
 from fastformer.data import load_tokenizer
 from fastformer.training import TrainConfig, Trainer
 from fastformer.training.run_config import load_config
@@ -171,3 +172,18 @@ def test_fine_tuning(command, tmp_path, ran) -> None:
     assert "nowhere" in ran(*bad, "--init_from", str(tmp_path / "nowhere"), code=1).err
     error = ran(*bad, "--init_from", command[1], "--model.d_model", "32", code=1).err
     assert "has d_model 16, got 32: leave d_model out" in error
+
+
+@pytest.mark.parametrize(
+    "line, key, got",
+    [
+        ("tokenizer: 5", "tokenizer", "5"), ("steps: 5.5", "steps", "5.5"), ("seed: true", "seed", "True"),
+        ("steps: 1e400", "steps", "inf"), ("model: {window_layers: maybe}", "model.window_layers", "maybe"),
+        ("model: {positions: 3}", "model.positions", "3"), ("lr: fast", "lr", "fast"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_type_is_named_with_its_value(line, key, got, tmp_path) -> None:
+    (tmp_path / "c.yaml").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=re.escape(f"expected {key} to be ")) as raised:
+        read_settings(str(tmp_path / "c.yaml"))
+    assert str(raised.value).endswith(f"got '{got}'") and "\n" not in str(raised.value)
