@@ -258,3 +258,10 @@ def test_a_terminal_gets_no_control_characters(tmp_path, monkeypatch) -> None:
             assert main(["generate", folder, "a", *flags]) == 0
             raw, escaped = "a\x1b[31m\tred\r\n\x07\x9b\n", "a\\x1b[31m\tred\\r\n\\x07\\x9b\n"
             assert screen.getvalue() == (escaped if is_terminal else raw)
+
+
+@pytest.mark.parametrize("flag", ["--schema", "--grammar"])
+def test_a_constraint_is_a_file_of_text(flag, run, tmp_path, ran) -> None:
+    (tmp_path / "odd").write_bytes(b"\xff")
+    for file in ("odd", "missing"):
+        assert f"expected {flag} to be a file" in ran("generate", run, "a", flag, str(tmp_path / file), code=1).err

@@ -132,3 +132,12 @@ def test_a_few_bytes_that_look_compressed_are_text() -> None:
         lines, reading = piped(text)
         assert rest_of(lines) == ([text] if text else [])
         os.close(reading)
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_standard_input_that_is_closed_is_named(command, folders, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(folders)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main([*READERS[command], *([] if command == "chat" else ["--file", "-"])]) == 1
+    error = capsys.readouterr().err
+    assert "standard input" in error and "bug" not in error

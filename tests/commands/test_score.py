@@ -168,6 +168,9 @@ def test_the_perplexity_of_a_text_is_that_of_a_validation(language_model, tmp_pa
 
 def test_each_line_of_a_text_is_read_by_itself(language_model, tmp_path, ran, caplog) -> None:
     file = tmp_path / "text"
+    file.write_bytes(b"\xff\n")
+    assert "no text" in ran("score", language_model, "--file", str(file), "--by_line", "--on_error", "skip").err
+    caplog.clear()
     file.write_bytes(b"one\n\nx\nmore than sixteen bytes\n\xff\none\n")
     given = ["score", language_model, "--file", str(file), "--by_line"]
     assert "line 5: expected UTF-8" in ran(*given, code=1).err
