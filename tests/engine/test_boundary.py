@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-import subprocess
+import resource
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -473,39 +474,27 @@ def test_a_child_packs_a_model_while_another_thread_did() -> None:
 
 # A step whose candidates need more memory than the process may have, with one thread and with several; then one of a
 # single candidate, which has to be that of a session without such an error.
-OUT_OF_MEMORY = """
-import resource
-import numpy as np
-from fastformer.generation.engines.cpp import pack_options, pack_tensors
-from fastformer.models import GPT
-from fastformer.ops import _extension
-from tests.generation.weights import drawn
-
-EXT, vocab, rows = _extension.module(), 100_000, 200
-model = drawn(GPT, vocab_size=vocab, d_model=8, num_heads=1, d_ff=8, num_layers=1, max_len=40)
-packed = EXT.PackedModel(pack_options(model, "fp32"), pack_tensors(model, "fp32"))
-sessions = [EXT.Session(packed, rows * 48) for _ in range(2)]
-for session in sessions:
-    session.admit([], [[i % vocab] * (i % 18) for i in range(rows)], 1)
-    session.step([3] * rows, 1, True, [], None, 1)
-in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-before = resource.getrlimit(resource.RLIMIT_AS)
-resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**25, before[1]))
-try:
-    sessions[0].step([4] * rows, vocab, True, [], None, 1)
-except MemoryError:
-    print("no memory")
-resource.setrlimit(resource.RLIMIT_AS, before)
-one, two = ([session.step([5] * rows, 1, True, [], None, 1) for _ in range(3)] for session in sessions)
-assert all(np.array_equal(*pair) for steps in zip(one, two) for pair in zip(*steps))
-print("the same")
-"""
+def _run_out_of_memory() -> None:
+    vocab, rows = 100_000, 200
+    model = drawn(GPT, vocab_size=vocab, d_model=8, num_heads=1, d_ff=8, num_layers=1, max_len=40)
+    packed = EXT.PackedModel(pack_options(model, "fp32"), pack_tensors(model, "fp32"))
+    sessions = [EXT.Session(packed, rows * 48) for _ in range(2)]
+    for session in sessions:
+        session.admit([], [[i % vocab] * (i % 18) for i in range(rows)], 1)
+        session.step([3] * rows, 1, True, [], None, 1)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**25, before[1]))
+    with pytest.raises(MemoryError):
+        sessions[0].step([4] * rows, vocab, True, [], None, 1)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    one, two = ([session.step([5] * rows, 1, True, [], None, 1) for _ in range(3)] for session in sessions)
+    assert all(np.array_equal(*pair) for steps in zip(one, two, strict=True) for pair in zip(*steps, strict=True))
 
 
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer itself needs the memory")
 def test_a_step_that_runs_out_of_memory_changes_nothing() -> None:
-    proc = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
-    assert proc.stdout.split("\n")[:2] == ["no memory", "the same"], proc.stderr
+    in_child(_run_out_of_memory)
 
 
 @pytest.mark.parametrize("where", ["embedding.weight", "decoder.layers.0.linear1.weight", "output.weight"])
