@@ -14,7 +14,7 @@ import torch
 
 _LOAD = """
 import importlib.machinery, importlib.util, sys
-import numpy as np, torch
+import numpy as np
 name, module_path, cases, results = sys.argv[1:]
 loader = importlib.machinery.ExtensionFileLoader(name, module_path)
 module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
