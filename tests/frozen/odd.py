@@ -182,10 +182,13 @@ def of_quantized(name: str) -> dict[str, str]:
         plain = dequantized(settings, how, tensors, COMPRESSED)
         return digest(FAMILIES["llama"].to_model(Checkpoint(plain.settings, plain.state, dtype=torch.float32)))
 
-    whole, found = read_as(values, state), tensors_now(state, read, lambda key: key.rpartition(".")[2])
+    found = tensors_now(state, read, lambda key: key.rpartition(".")[2])
+    # Settings mean the same for other matrices of a group.
+    few = {key: tensor for key, tensor in state.items() if not re.search(r"\.(k|o|gate|up)_proj\.", key)}
+    whole = read_as(values, few)
     for place in places_in(values) if name in WITH_SETTINGS else ():
         odd = [changed_in(values, place, value) for value in (..., *IN_QUANTIZED)]
-        found[".".join(place)] = words(whole, [outcome(read_as, each, state) for each in odd])
+        found[".".join(place)] = words(whole, [outcome(read_as, each, few) for each in odd])
     return read_ones(found)
 
 
@@ -217,6 +220,8 @@ OF_ENCODER = (*OF_GGUF, (6, 1.0), (7, True))
 
 def of_gguf(name: str) -> dict[str, str]:
     plain, tensors = contents(GGUF / f"{name}.gguf")
+    plain = {key: (kind, 1 if key.endswith(".block_count") else value) for key, (kind, value) in plain.items()}
+    tensors = {key: each for key, each in tensors.items() if not key.startswith("blk.1.")}
     values: Any = {key: (kind, packed(kind, value)) for key, (kind, value) in plain.items()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "x.gguf"
