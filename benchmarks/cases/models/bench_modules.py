@@ -132,12 +132,15 @@ def call(kind: str, name: str, module: nn.Module, x: Inputs, shape: Shape) -> Te
     return out
 
 
-# A function in this file, because dynamo skips torch.nn's own files, where Module.compile would begin.
-_compiled_call = torch.compile(call, dynamic=False)
+@functools.cache
+def _compiled_call() -> Callable[..., Tensor]:
+    """Compiles a function in this file, because dynamo skips torch.nn's own files, where Module.compile would begin."""
+    compiled: Callable[..., Tensor] = torch.compile(call, dynamic=False)
+    return compiled
 
 
 def _call_of(kind: str) -> Callable[..., Tensor]:
-    return _compiled_call if kind == "torch.compile" else call
+    return _compiled_call() if kind == "torch.compile" else call
 
 
 def evaluation(kind: str, name: str) -> Provider:
