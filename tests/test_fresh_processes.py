@@ -1,6 +1,6 @@
 """What a process does that has not imported fastformer: it loads pickled accelerated models and their configs, replaces
-functions before it accelerates a model, and trains and decodes on a GPU, for which a stand-in binds launches and
-computes nothing.
+functions before it accelerates a model, trains and decodes on a GPU, for which a stand-in binds launches and computes
+nothing, and does everything without the C++ extension.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from fastformer.integrations.attention_interface import patch_attention, patched
 from fastformer.ops import record_backends
 from tests.integrations import families as small
 from tests.integrations.families import IDS, RIGHT, TARGETS
+from tests.training.tiny import write_pairs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert": ("DistilBertModel", {"vocab_size": 60, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2}),
@@ -219,6 +220,55 @@ for way, launches in found.items():
     assert programs >= 132, (way, programs)  # the number of SMs
 """
 
+# PATHS: of a run and of pairs. A user's steps without the C++ extension (an old CPU, or no compiler), where everything
+# works, with one warning: its modules are not found, as if never built. Nor is what Python lacks on Windows, where the
+# wheel without compiled code runs, too.
+WITHOUT_EXTENSION = """
+import importlib.util, os, sys
+os.environ["FASTFORMER_STRICT"] = "0"
+find = importlib.util.find_spec
+LIBRARIES = ("fastformer._ops_", "fastformer._engine_", "fastformer._host_")
+importlib.util.find_spec = lambda name, *rest: None if name.startswith(LIBRARIES) else find(name, *rest)
+
+import io, torch
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None
+for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "pread", "pwrite", "sysconf", "sched_getaffinity", "fchmod"):
+    delattr(os, name)
+
+import threading
+import fastformer.generation
+start, loaded = threading.Event(), []  # threads that use other names first don't meet in a cycle of imports
+def use(name):
+    start.wait()
+    loaded.append(getattr(fastformer.generation, name))
+threads = [threading.Thread(target=use, args=(name,)) for name in 3 * fastformer.generation.__all__]
+for thread in threads: thread.start()
+start.set()
+for thread in threads: thread.join()
+assert len(loaded) == len(threads)
+
+from fastformer.cli import main
+from fastformer.generation import generate
+from fastformer.models import GPT
+
+run, pairs = PATHS
+sys.stdout, sys.stderr = out, err = io.StringIO(), io.StringIO()
+assert main(["doctor"]) == 0
+sizes = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+flags = ["--steps=2", "--val_examples=0", "--tokenizer=bytes", *(f"--model.{name}={n}" for name, n in sizes.items())]
+assert main(["train", run, "--train_tsv", pairs, *flags]) == 0
+assert main(["translate", run, "aa 1", "--max_new_tokens", "4", "--num_beams", "2"]) == 0
+model = GPT.from_preset("tiny", vocab_size=40, d_model=16, num_layers=1, num_heads=2).eval()
+assert generate(model, torch.tensor([[5, 6, 7]]), max_new_tokens=3).shape == (1, 6)
+assert not any(name.startswith(LIBRARIES) for name in sys.modules)
+assert not any("fastformer/_" in line for line in open("/proc/self/maps"))
+said = err.getvalue()
+assert said.count("no C++ extension for this CPU") == said.count("fastformer doctor") == 1, said
+assert " runs on " not in said, said
+assert any(line.split()[:2] == ["attention", "torch"] for line in out.getvalue().splitlines()), out.getvalue()
+"""
+
 
 def make(family: str) -> tuple[Any, dict[str, Any]]:
     """Makes a small model in evaluation mode, and the arguments of a call."""
@@ -278,6 +328,8 @@ ALL_EARLY = [
 def test_a_fresh_process_loads_files_and_accelerates_what_was_replaced(kinds, early, tmp_path):
     files = [written(tmp_path, *each) for each in kinds]
     programs = [*(LOADS.replace("PATH", repr(str(file))) for file in files), *early]
+    paths = str(tmp_path / "run"), write_pairs(tmp_path / "train.tsv")
+    programs.append(WITHOUT_EXTENSION.replace("PATHS", repr(paths)))
     done = subprocess.run([sys.executable, "-c", RUNS, *programs], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
