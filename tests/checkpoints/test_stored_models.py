@@ -262,7 +262,8 @@ def test_operations_on_a_matrix_in_a_file_equal_those_in_memory() -> None:
         for i, (operation, stays) in enumerate(cases):
             result, expected = map(operation, both)
             assert isinstance(result, FileMatrix) == stays, i
-            assert result.shape == expected.shape and torch.equal(result + 0, expected), i
+            assert (result.shape, result.dtype) == (expected.shape, expected.dtype), i
+            assert torch.equal(result + 0, expected), i
     for operation in (lambda x: x[2], lambda x: x[1:3], lambda x: x.flatten(0, 1), lambda x: x[-1], lambda x: x[1, 3]):
         assert torch.equal(operation(experts) + 0, operation(plain.view(4, 16, 32)))
     assert matrix.dtype == torch.float32 and tensors["blk.0.ffn_up.weight"].kind == Kind.Q8_0

@@ -468,6 +468,16 @@ def test_what_breaks_a_call_is_told_from_there_on(place, letter, family) -> None
     assert [part.text for part in parts if part.kind == "name"] == ["clock"] * (place >= 2 and family != "mistral 11")
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_call_that_has_not_ended_is_the_text_from_its_mark_on(kind) -> None:
+    said = SAID[kind]
+    for end in range(said.index('{"zone"') + 1, said.index('T"}')):
+        parser = AnswerParser(AnswerStyle(FORMATS[kind], [*SCHEMAS]))
+        parts = [*parser.add(said[:end]), *parser.add("", is_end=True)]
+        content = "".join(part.text for part in parts if part.kind == "content")
+        assert parser.unfinished and content + parser.unfinished == said[:end].removeprefix("<|python_tag|>")
+
+
 PIECES = {
     **SAID,
     "no call": "plain <tool text < [TOOL </think> and {",
