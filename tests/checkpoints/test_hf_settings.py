@@ -154,6 +154,8 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
         ("qwen3", {"layer_types": ["full_attention", "linear_attention"] * 2}, "'linear_attention'"),
         ("mistral", {"sliding_window": "wide"}, "sliding_window .*'wide'"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
+        ("phi3", {"original_max_position_embeddings": 0, "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "above 0, got 0"),
         ("gemma", {"use_bidirectional_attention": True}, r"\buse_bidirectional_attention\b"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0, "sliding_window": 8}, "attn_logit_softcapping.* 50.0"),
         ("gemma3_text", {"sliding_window": 8, "rope_parameters": {
