@@ -116,8 +116,8 @@ def test_an_output_that_takes_no_numbers_is_an_error(encoder, monkeypatch, capsy
     monkeypatch.setattr(sys, "stdout", io.StringIO() if kind == "of text alone" else taking)
     assert main(["embed", str(encoder), TEXTS[0]]) == 1
     error = capsys.readouterr().err
-    reasons = {"of text alone": "buffer", "closed": "closed", "that takes nothing": "No space left"}
-    assert "standard output" in error and reasons[kind] in error and "bug" not in error
+    reasons = {"of text alone": "buffer", "that takes nothing": "No space left"}
+    assert "standard output" in error and reasons.get(kind, "closed") in error and "bug" not in error
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX")

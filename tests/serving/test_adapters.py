@@ -97,7 +97,7 @@ def test_the_commands_take_a_folder(folders, expected, ran, tmp_path, monkeypatc
     flags = ("--greedy", "--max_new_tokens", "9")
     base, adapter = str(folders["base"]), str(folders["a"])
     assert ran("generate", base, PROMPT, *flags).out == f"{PROMPT}{expected[None]}\n"
-    for more in ((), ("--precision", "fp32")):
+    for more in ((), ("--precision", "int8")):
         assert ran("generate", base, PROMPT, "--adapter", adapter, *flags, *more).out == f"{PROMPT}{expected['a']}\n"
     (tmp_path / "prompts").write_text(f"{PROMPT}\n")
     found = ran("generate", base, "--file", str(tmp_path / "prompts"), "--adapter", adapter, *flags).out
