@@ -473,6 +473,9 @@ def test_the_request_of_a_client_that_disconnects_is_cancelled(stream, times, tm
             until(lambda: found.service.session.stats().running == 0)
         until(lambda: found.service.session.stats().free_tokens >= found.service.session.stats().capacity_tokens)
         assert found.service.session.stats().cancelled == times
+        code = 200 if stream else 499  # the head of a stream was sent
+        line = f'fastformer_requests_total{{code="{code}",route="/v1/completions"}} {float(times)}'
+        until(lambda: line in httpx.get(f"{found.url}/metrics").text)
 
 
 async def test_a_full_queue_and_a_deadline_are_errors_in_openais_format(folder) -> None:
