@@ -7,15 +7,18 @@ import atexit
 import collections
 import copy
 import dataclasses
+import faulthandler
 import functools
 import gc
 import inspect
 import logging
+import math
 import os
 import shutil
 import ssl
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -37,6 +40,7 @@ import importlib.util  # noqa: E402
 
 import pytest  # noqa: E402
 import torch.utils.deterministic  # noqa: E402
+from _pytest.faulthandler import fault_handler_stderr_fd_key  # noqa: E402
 from _pytest.logging import catching_logs  # noqa: E402
 
 from tests.quick_interpreter import fuse, quicken  # noqa: E402
@@ -110,29 +114,48 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @dataclasses.dataclass
-class _Boundary:
-    """The file whose tests run, and how many full passes the garbage collector had made at the latest freeze."""
+class _Watch:
+    """The file whose tests run, how many full passes the garbage collector had made at the latest freeze, and when the
+    watchdog was started.
+    """
 
     file: str = ""
     passes: int = 0
+    began: float = -math.inf
 
 
-_boundary = _Boundary()
+_watch = _Watch()
 
 
-def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Takes what has survived the tests of a file from the garbage collector: modules, caches and compiled code.
 
     Each full pass would look at all of it, which takes a third of a second. What the next tests make is collected as
     ever.
     """
-    if location[0] == _boundary.file:
+    _watch_for_a_test_that_hangs(item.config)
+    if item.location[0] == _watch.file:
         return
-    _boundary.file = location[0]
-    if gc.get_stats()[2]["collections"] > _boundary.passes:
+    _watch.file = item.location[0]
+    if gc.get_stats()[2]["collections"] > _watch.passes:
         gc.collect()
         gc.freeze()
-        _boundary.passes = gc.get_stats()[2]["collections"]
+        _watch.passes = gc.get_stats()[2]["collections"]
+
+
+def _watch_for_a_test_that_hangs(config: pytest.Config) -> None:
+    """Starts the thread that says where all threads are after five minutes, unless it began a moment ago.
+
+    pytest would start one for each test, and wait for its end, which takes as long as many a test.
+    """
+    if time.monotonic() > _watch.began + 10:
+        faulthandler.dump_traceback_later(300, file=config.stash.get(fault_handler_stderr_fd_key, 2))
+        _watch.began = time.monotonic()
+
+
+def pytest_sessionfinish() -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _send_results_alone(config: pytest.Config) -> None:
