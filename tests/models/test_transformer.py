@@ -295,7 +295,7 @@ def test_compiles_in_one_graph(norm_first, packed):
 
 @torch.inference_mode()
 def test_a_cached_step_compiles_in_one_graph():
-    model = model_of().eval()
+    model = model_of(num_encoder_layers=1, num_decoder_layers=1).eval()
     source, shifted, _ = batch()
     memory, layout = model.encode(source), SequenceLayout.from_ids(source)
     cache = model.new_cache(3, 7, memory, memory_layout=layout)
