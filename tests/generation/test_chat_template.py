@@ -119,7 +119,7 @@ def test_an_endless_template_is_stopped(source, monkeypatch) -> None:
 
 @pytest.mark.parametrize("step", ["[ns.x, ns.x]", "[ns.x] * 2", "{'a': ns.x, 'b': ns.x}", "dict(a=ns.x, b=ns.x)"])
 def test_values_inside_of_values_count_towards_a_length(step, monkeypatch) -> None:
-    monkeypatch.setattr("fastformer.generation.chat_sandbox.MAX_LENGTH", 5_000)
+    monkeypatch.setattr("fastformer.generation.chat_sandbox.MAX_ITEMS", 5_000)
     source = "{% set ns = namespace(x='ab') %}{% for i in range(18) %}{% set ns.x = " + step + " %}{% endfor %}"
     with pytest.raises(ValueError, match="stopped"):
         ChatTemplate(source + "{{ ns.x | tojson | length }}").render([])
