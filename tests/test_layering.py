@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -123,27 +124,40 @@ def room(path: Path) -> str:
     return "kernels" if parts[0] == "kernels" else parts[1].removesuffix(".py")
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the statements of a tree, those inside of others included; expressions, which are many more, have none."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, name, ()):
+            yield child
+            yield from statements(child)
+
+
+class Facts(NamedTuple):
+    """What the tests ask of a file. Its tree, which isn't kept, has a million objects with those of all files.
+
+    Attributes:
+        imported: the full names of what it imports.
+        changed: the places where it changes a name of another file.
+        long: the functions that don't fit on two screens.
+    """
+
+    imported: list[str]
+    changed: list[str]
+    long: list[str]
 
 
 @cache
-def statements(path: Path) -> list[ast.AST]:
-    """Returns a file's statements, those inside of others included; expressions, which are many more, have none."""
-
-    def below(node: ast.AST) -> Iterator[ast.AST]:
-        for name in ("body", "handlers", "orelse", "finalbody", "cases"):
-            for child in getattr(node, name, ()):
-                yield child
-                yield from below(child)
-
-    return [*below(tree_of(path))]
+def facts(path: Path) -> Facts:
+    tree = ast.parse(path.read_text())
+    nodes = [*statements(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = [f"{path}:{node.lineno} {node.name}" for node in functions if (node.end_lineno or 0) - node.lineno >= 100]
+    return Facts(names_in(path, nodes), changed_elsewhere(path, tree, nodes), long)
 
 
-def imported(path: Path) -> list[str]:
+def names_in(path: Path, nodes: list[ast.AST]) -> list[str]:
     names = []
-    for node in statements(path):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -156,7 +170,7 @@ def test_imports_go_one_way() -> None:
     for path in MODULES:
         here = room(path)
         is_root = path.parent == ROOT / "fastformer" or here not in ALLOWED
-        for name in imported(path):
+        for name in facts(path).imported:
             parts = name.split(".")
             assert parts[0] not in ("tests", "benchmarks"), f"{path} imports {name}"
             if here == "baseline":
@@ -173,18 +187,18 @@ def test_engines_do_not_know_the_schedulers_objects() -> None:
     above = tuple(f"fastformer.generation.{name}." for name in rooms)
     for path in MODULES:
         if path.is_relative_to(ROOT / "fastformer" / "generation" / "engines"):
-            known = [name for name in imported(path) if name.startswith(above)]
+            known = [name for name in facts(path).imported if name.startswith(above)]
             assert not known, f"{path} imports {known}"
 
 
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
 
-def modules_by_alias(tree: ast.Module) -> tuple[dict[str, str], dict[str, str]]:
+def modules_by_alias(nodes: list[ast.AST]) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the modules of this package, and names in them, by the names under which a file imports them."""
     modules: dict[str, str] = {}
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastformer"):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -194,10 +208,11 @@ def modules_by_alias(tree: ast.Module) -> tuple[dict[str, str], dict[str, str]]:
     return modules, names
 
 
-def changed_elsewhere(path: Path) -> list[str]:
+def changed_elsewhere(path: Path, tree: ast.Module, nodes: list[ast.AST]) -> list[str]:
     """Returns the module-level names of other files that a file changes: by assignment, item or a changing method."""
-    tree = tree_of(path)
-    modules, names = modules_by_alias(tree)
+    modules, names = modules_by_alias(nodes)
+    if not modules and not any(map(str.isupper, names)):
+        return []
 
     def foreign(node: ast.expr) -> str | None:
         if isinstance(node, ast.Name) and node.id in names and node.id.isupper():
@@ -222,7 +237,7 @@ def changed_elsewhere(path: Path) -> list[str]:
 
 
 def test_no_module_changes_a_name_of_another_one() -> None:
-    found = [change for path in MODULES for change in changed_elsewhere(path)]
+    found = [change for path in MODULES for change in facts(path).changed]
     assert not found, "\n".join(found)
 
 
@@ -234,13 +249,7 @@ def test_hugging_face_kernels_is_not_shadowed() -> None:
 def test_functions_fit_on_two_screens() -> None:
     # A kernel is one function, and kernels may be longer. Ruff counts branches.
     sources = [path for path in MODULES if not path.is_relative_to(ROOT / "kernels")]
-    functions = [
-        (path, node)
-        for path in [*sources, *sorted((ROOT / "benchmarks").rglob("*.py"))]
-        for node in statements(path)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    long = [f"{path}:{node.lineno} {node.name}" for path, node in functions if node.end_lineno - node.lineno >= 100]
+    long = [name for path in [*sources, *sorted((ROOT / "benchmarks").rglob("*.py"))] for name in facts(path).long]
     assert not long, f"more than 100 lines: {', '.join(long)}"
 
 
