@@ -115,10 +115,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @dataclasses.dataclass
 class _Watch:
-    """The file whose tests run, how many full passes the garbage collector had made at the latest freeze, and when the
+    """The test that runs and its file, the garbage collector's full passes until the latest freeze, and when the
     watchdog was started.
     """
 
+    item: pytest.Item | None = None
     file: str = ""
     passes: int = 0
     began: float = -math.inf
@@ -134,6 +135,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     Each full pass would look at all of it, which takes a third of a second. What the next tests make is collected as
     ever.
     """
+    _watch.item = item
     _watch_for_a_test_that_hangs(item.config)
     if item.location[0] == _watch.file:
         return
@@ -206,20 +208,23 @@ if hasattr(catching_logs, "attached_loggers"):
 
 
 @pytest.fixture(autouse=True)
-def _surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _surroundings() -> Iterator[None]:
     """Seeds, fills fresh memory with NaN, and checks that a test restores the settings that it found."""
+    item: Any = _watch.item  # a fixture that asks for the request takes longer than many a test
     torch.manual_seed(0)
-    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
-    has_kernels = HAS_GPU or backend == "triton" or request.node.path.parent.name == "kernels"
+    backend = hasattr(item, "callspec") and item.callspec.params.get("backend")
+    has_kernels = HAS_GPU or backend == "triton" or item.path.parent.name == "kernels"
     if torch.get_deterministic_debug_mode() != (0 if has_kernels else 1):  # to set it takes long
         # Fresh memory is NaN then. Under Triton it would choose other kernels than users run.
         torch.use_deterministic_algorithms(not has_kernels, warn_only=True)
+    patch = pytest.MonkeyPatch()
     if has_kernels:
-        _poison_empty(monkeypatch)
+        _poison_empty(patch)
     else:
         _poison_extension()
     settings = _settings()
     yield
+    patch.undo()
     left = _settings()
     torch.set_num_threads(settings["threads"])
     torch.set_default_dtype(settings["default dtype"])
