@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import unicodedata
 
-# The tokenizers library normalises by an older Unicode than Python; these characters mean the same in both. Other planes
-# have none of them.
+# The tokenizers library normalises by an older Unicode than Python; these characters mean the same in both. The
+# other planes have none of them.
 CHARACTERS = [
     chr(code)
     for code in (*range(0x30000), *range(0xE0000, 0xE1000))
