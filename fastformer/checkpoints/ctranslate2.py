@@ -28,6 +28,7 @@ from fastformer.checkpoints.hf.common import (
     make_translator,
     read_file,
 )
+from fastformer.checkpoints.hf.t5 import MAX_LEN
 from fastformer.checkpoints.model_bin import (
     BF16,
     MODEL,
@@ -65,7 +66,6 @@ _LANGUAGES = (
     (re.compile(r"__([a-z]{2,3})__"), False),
     (re.compile(r">>([^<>\s]+)<<"), True),
 )
-_MAX_LEN = 512  # of models whose positions are relative, which have no limit of their own
 
 
 class Vocabularies(NamedTuple):
@@ -422,4 +422,4 @@ def _positions(variables: Variables, d_model: int, pad: int) -> tuple[str, dict[
     if len(distances) != 1:
         raise ValueError(f"expected one relative_attention_max_distance, got {sorted(distances)}")
     buckets = len(biases["encoder_position_bias.table"])
-    return "relative", biases, {"num_buckets": buckets, "max_distance": distances.pop(), "max_len": _MAX_LEN}
+    return "relative", biases, {"num_buckets": buckets, "max_distance": distances.pop(), "max_len": MAX_LEN}

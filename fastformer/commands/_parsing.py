@@ -65,7 +65,7 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     except argparse.ArgumentError as error:
         message = explain(str(error), hints)
         raise argparse.ArgumentError(None, f"{message}; see `fastformer {name} --help`") from error
-    if rest is not None and further:
+    if rest is not None:
         values[rest] = further
     for key, text in texts.items():
         if key in written:

@@ -81,6 +81,12 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
          "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}},
         {"rotary_fraction": 0.75},
     ),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+         "original_max_position_embeddings": 2},
+        {"max_len": 2},
+    ),
     ("gemma", {"hidden_act": "gelu", "head_dim": 256}, {"activation": "geglu_tanh", "embedding_scale": 8.0}),
     ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16}, {
         "window_layers": (True, False, True, False), "window_size": 15, "logit_softcap": 30.0,
@@ -155,7 +161,7 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
         ("mistral", {"sliding_window": "wide"}, "sliding_window .*'wide'"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
         ("phi3", {"original_max_position_embeddings": 0, "rope_scaling": {
-            "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "above 0, got 0"),
+            "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "at least 2, got 0"),
         ("gemma", {"use_bidirectional_attention": True}, r"\buse_bidirectional_attention\b"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0, "sliding_window": 8}, "attn_logit_softcapping.* 50.0"),
         ("gemma3_text", {"sliding_window": 8, "rope_parameters": {

@@ -68,8 +68,8 @@ def read_rope(
     else:
         scaling.setdefault(_LENGTH, limit)
     if kind in ("yarn", "longrope") and "factor" not in scaling:
-        if (before := _number(_LENGTH, scaling[_LENGTH])) <= 0:
-            raise ValueError(f"expected {_LENGTH} above 0, got {before}")
+        if (before := _number(_LENGTH, scaling[_LENGTH])) < 2:
+            raise ValueError(f"expected {_LENGTH} of at least 2, got {before}")
         scaling["factor"] = _number("max_position_embeddings", limit) / before
     return {**options, "rotary_scaling": {"kind": kind, **scaling}}
 

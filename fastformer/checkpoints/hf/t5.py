@@ -53,7 +53,7 @@ from fastformer.special_ids import SpecialIds
 
 NAMES = {"t5": "T5", "mt5": "mT5"}  # by the model_type of transformers
 _LANGUAGE = re.compile(r"<2([a-z]{2,3}(?:_[A-Za-z_]+)?)>")
-_MAX_LEN = 512  # for a config without n_positions
+MAX_LEN = 512  # without n_positions: relative positions have no limit of their own
 
 _ACTIVATIONS = {
     **{name: ACTIVATIONS[name] for name in ("relu", "gelu", "gelu_new", "silu")},
@@ -126,7 +126,7 @@ def transformer_from_t5(saved: Checkpoint) -> Transformer:
         embed_pad=any(bool(matrix[pad].any()) for matrix in (source, target) if pad < len(matrix)),
         tie_embeddings=tied,
         scale_output=_scales_output(settings),
-        max_len=settings.get("n_positions") or _MAX_LEN,
+        max_len=settings.get("n_positions") or MAX_LEN,
         suppress_tokens=forbidden_of(saved, len(output)),
         special_ids=special_ids,
     )
