@@ -161,7 +161,7 @@ def write_lengths(config: GPTConfig, *, grows: bool) -> dict[str, Any]:
 
 
 def write_rope(
-    config: GPTConfig, fraction: float = 1.0, full: str | None = None, sliding: str | None = None
+    config: GPTConfig, fraction: float, full: str | None = None, sliding: str | None = None
 ) -> dict[str, Any]:
     """Returns the settings of a config's rotary positions, readable by all versions of transformers.
 
