@@ -57,5 +57,12 @@ def test_an_argument_is_taken_or_refused_by_name(kind, name, places) -> None:
         open_service(places[kind], **given)
 
 
+def test_a_precision_reaches_each_kind_of_model(places, tmp_path) -> None:
+    more = (models.classifier(tmp_path / "ranker", 1), models.multi_vector(tmp_path / "multi-vector"))
+    for folder in (*places.values(), *more):
+        with pytest.raises(ValueError, match="int9"):
+            open_service(folder, precision="int9")
+
+
 def test_every_argument_has_a_row() -> None:
     assert {*inspect.signature(open_service).parameters} - {"folder", "limits", "options"} <= {*ARGUMENTS}
