@@ -251,10 +251,11 @@ def file_formats() -> str:
         name for table in ("CASES", "DECODERS") for name in _classes(FORMATS / "ctranslate2_folders.py", table, 1)
     }
     written = {each.kind for each in ARCHITECTURES.values() if each.is_written}
-    rows: list[tuple[str, ...]] = [("Nomic BERT", "`nomic_bert`", "refused", "refused", "exact", "–", "–")]
+    architectures = {each.kind for each in ARCHITECTURES.values()}
+    rows: list[tuple[str, ...]] = []
     for kind, family in FAMILIES.items():
         name = family.config_class.removesuffix("Config").removesuffix("Text")
-        cells = [name in in_gguf, kind in written, name in in_ctranslate2]
+        cells = [name in in_gguf or kind in architectures, kind in written, name in in_ctranslate2]
         found = ("exact", "exact", *(("exact" if cell else "–") for cell in cells))
         rows.append((family.name, f"`{kind}`", *found))
     refused = [(f"`{kind}`", reason) for kind, reason in UNSUPPORTED.items()]

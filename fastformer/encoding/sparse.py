@@ -49,6 +49,7 @@ _HEADS = {
     "distilbert": _Names("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias",
                          "activation", None),
     "modernbert": _Names("head.dense", "head.norm", "decoder", "decoder.bias", "classifier_activation", "norm_eps"),
+    "gte": _Names("lm_head.dense", "lm_head.norm", "lm_head.decoder", "lm_head.decoder.bias"),
     "electra": _Names("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head",
                       "generator_lm_head.bias"),
 }  # fmt: skip

@@ -68,7 +68,8 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             Qwen2MoeForCausalLM, Qwen3MoeForCausalLM or GraniteMoeForCausalLM; SmolLM3ForCausalLM, GraniteForCausalLM,
             GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM, StableLmForCausalLM or Exaone4ForCausalLM; or
             an encoder, with the head that classifies texts or without one: BertModel and BertForSequenceClassification,
-            and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT and ModernBERT.
+            and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT,
+            NomicBert and Gte.
             The head of their ForMaskedLM is omitted.
 
     Raises:

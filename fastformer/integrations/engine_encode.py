@@ -446,7 +446,7 @@ _OUTPUTS = {
     "distilbert": "BaseModelOutput",
     "modernbert": "BaseModelOutput",
     "electra": "BaseModelOutputWithPastAndCrossAttentions",
-    "mpnet": "BaseModelOutputWithPooling",
+    **dict.fromkeys(("gte", "mpnet", "nomic_bert"), "BaseModelOutputWithPooling"),
     "t5": "BaseModelOutputWithPastAndCrossAttentions",
 }
 

@@ -169,6 +169,8 @@ class BERT(PretrainedModel):
             config.d_ff or 4 * config.d_model,
             norm_first=config.norm_first,
             attention_bias=config.attention_bias,
+            norm_bias=config.norm_bias,
+            linear1_bias=config.linear1_bias,
             head_dim=config.head_dim,
             **layer_options(config, factory),
         )

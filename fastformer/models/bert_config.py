@@ -37,6 +37,8 @@ class BERTConfig(StackConfig):
             because its embeddings were just normalised).
         bias: whether projections and norms have a bias.
         attention_bias: whether the attention's projections have a bias; None: the same as bias.
+        norm_bias: whether norms have a bias; None: the same as bias.
+        linear1_bias: whether the first matrices of the feed-forward networks have a bias; None: the same as bias.
         embedding_norm: whether embeddings are normalised before the first layer.
         embedding_size: size of the embeddings, which are projected to d_model (ELECTRA); None: d_model.
         token_types: the number of types that a token may have, such as first and second sentence; 0: no types.
@@ -99,6 +101,8 @@ class BERTConfig(StackConfig):
     head_pooling: HeadPooling = "cls"
     special_ids: SpecialIds = SpecialIds()
     layer_groups: Positive | None = None
+    norm_bias: bool | None = None
+    linear1_bias: bool | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -42,7 +42,6 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         norm_placement: see above.
         parallel_residual: see above; only with "pre".
         shared_norm: see above; only with parallel_residual.
-        norm_bias: whether norms have a bias; None: if the linear layers have one.
         options: the other arguments of `TransformerEncoderLayer`.
 
     Raises:
@@ -61,7 +60,6 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         norm_placement: str = "pre",
         parallel_residual: bool = False,
         shared_norm: bool = False,
-        norm_bias: bool | None = None,
         **options: Any,
     ) -> None:
         if norm_placement not in _PLACEMENTS:
@@ -72,11 +70,6 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
             raise InputError("expected parallel_residual for shared_norm, got False")
         super().__init__(d_model, nhead, dim_feedforward, norm_first=True, **options)
         self.norm_placement, self.parallel_residual, self.shared_norm = norm_placement, parallel_residual, shared_norm
-        if norm_bias is not None and norm_bias != options.get("bias", True):
-            factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
-            eps, is_rms = options.get("layer_norm_eps", 1e-5), options.get("norm") == "rms"
-            for name in ("norm1", "norm2"):
-                setattr(self, name, AddLayerNorm(d_model, eps, bias=norm_bias, rms_norm=is_rms, **factory))
         if shared_norm:
             self.norm2 = None  # type: ignore[assignment]
         if norm_placement != "pre":

@@ -197,6 +197,8 @@ class _Layer(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         attention_bias: bool | None = None,
+        norm_bias: bool | None = None,
+        linear1_bias: bool | None = None,
         attention_dropout: float | None = None,
         activation_dropout: float | None = None,
         num_kv_heads: int | None = None,
@@ -232,14 +234,16 @@ class _Layer(nn.Module):
             of_all = {"activation": activation, "dropout": inner_dropout, "bias": bias, **factory}
             self.mixture = MixtureOfExperts(d_model, dim_feedforward, **of_all, **experts)
         else:
-            self.linear1 = nn.Linear(d_model, inner, bias=bias, **factory)
+            inner_bias = bias if linear1_bias is None else linear1_bias
+            self.linear1 = nn.Linear(d_model, inner, bias=inner_bias, **factory)
             self.dropout = nn.Dropout(inner_dropout)
             self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
         self.norm_first = norm_first
         for i in self._sub_layers:
             # Each norm is fused with the dropout and the addition of the sub-layer before it; that dropout's
             # probability stays in torch.nn's attributes, dropout1 to dropout3.
-            norm_module = AddLayerNorm(d_model, layer_norm_eps, bias=bias, rms_norm=norm == "rms", **factory)
+            has_bias = bias if norm_bias is None else norm_bias
+            norm_module = AddLayerNorm(d_model, layer_norm_eps, bias=has_bias, rms_norm=norm == "rms", **factory)
             setattr(self, f"norm{i}", norm_module)
         for i in self._sub_layers:
             setattr(self, f"dropout{i}", nn.Dropout(dropout))
@@ -380,6 +384,8 @@ class TransformerEncoderLayer(_Layer):
             dtype: as in `torch.nn.TransformerEncoderLayer`; activation may also be "gelu_tanh", "swiglu" or
             "geglu_tanh", and when dropout acts, it is rounded to a multiple of 1/256.
         attention_bias: whether the attention's projections have a bias; None: the value of bias.
+        norm_bias: whether norms have a bias; None: the value of bias.
+        linear1_bias: whether the first linear layer of the feed-forward network has a bias; None: the value of bias.
         attention_dropout: the dropout of the attention weights; None: the value of dropout.
         activation_dropout: the dropout after the activation; None: the value of dropout.
         num_kv_heads, window_size: as in `MultiheadAttention`.

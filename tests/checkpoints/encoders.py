@@ -136,7 +136,24 @@ def modernbert(folder: Path) -> None:
     save(folder, transformers.ModernBertForSequenceClassification(config), tokenizer)
 
 
+def nomic(folder: Path) -> None:
+    """Makes a folder with a BERT's WordPiece, whose files name the tensors as their first code did, and a head."""
+    tokenizer = words(folder)
+    config = transformers.NomicBertConfig(**SIZES, vocab_size=len(tokenizer))
+    save(folder, transformers.NomicBertForSequenceClassification(config), tokenizer)
+
+
+def gte(folder: Path) -> None:
+    """Makes a folder with an XLM-RoBERTa's Unigram, and files like Nomic's."""
+    write_pieces(folder / "sentencepiece.bpe.model", ENGLISH)
+    tokenizer = transformers.XLMRobertaTokenizer.from_pretrained(folder)
+    config = transformers.GteConfig(**SIZES, vocab_size=len(tokenizer))
+    save(folder, transformers.GteModel(config), tokenizer)
+
+
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "bert": bert, "bert head": bert_head, "roberta": roberta, "xlm-roberta": xlm_roberta, "xlm-roberta pieces": pieces,
     "distilbert": distilbert, "mpnet": mpnet, "albert": albert, "modernbert": modernbert,
 }  # fmt: skip
+if hasattr(transformers, "GteConfig"):  # which came with version 5
+    FOLDERS |= {"bert nomic": nomic, "gte": gte}

@@ -58,6 +58,8 @@ def test_a_row_matches_accelerate_and_the_engine(rows: dict[str, list[str]], kin
     if RETURNS_TUPLES and kind == "t5":
         pytest.skip("the page says below the table what differs with transformers 4.57")
     family = FAMILIES[kind]
+    if not hasattr(transformers, family.config_class):
+        pytest.skip("a later version of transformers has it")
     config = getattr(transformers, family.config_class)(**_SIZES | _OF_KIND.get(kind, {}))
     report = fastformer.report(fastformer.accelerate(getattr(transformers, family.model_class)(config).eval()))
     has_layers = any(re.search(r"(?:Layer|Block)$", name) for name in report.swapped.values())

@@ -84,7 +84,7 @@ def test_the_table_of_files_has_what_the_registries_and_the_tests_have(generated
     page = generated.file_formats().split("\n## ")[0]
     lines = [line.strip("| ").split(" | ") for line in page.splitlines() if " | `" in line][1:]
     table = {kind.strip("`"): cells for _, kind, *cells in lines}
-    assert {*table} == {*FAMILIES, "nomic_bert"}
+    assert {*table} == {*FAMILIES}
 
     def kinds_of(column: int) -> set[str]:
         assert {cells[column] for cells in table.values()} <= {"exact", "–", "refused"}

@@ -38,6 +38,7 @@ def expected(model: Any, folder: Path, texts: list[str], dtype: torch.dtype, sum
         ("MPNet", {"pad_token_id": 1}),
         ("ModernBert", {"local_attention": 8, **dict.fromkeys(("norm_bias", "mlp_bias", "classifier_bias"), True)}),
         ("Electra", {"embedding_size": 16}),
+        ("Gte", {"layer_norm_eps": 0.01}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -110,6 +110,9 @@ def gradients_of(ours: BERT, kind: str) -> dict[str, Tensor]:
     return ENCODER_FORMS[kind].from_model(twin)[1]
 
 
+_GATED = ("modernbert", "nomic_bert", "gte")
+
+
 def drawn(kind: str, seed: int) -> Case:
     """Draws a config of a family with unusual sizes and options."""
     draw = random.Random(f"{kind} {seed}")
@@ -125,7 +128,7 @@ def drawn(kind: str, seed: int) -> Case:
         "eos_token_id": draw.choice([2, 3]),
         "bos_token_id": None,
     }
-    activation = draw.choice(["gelu", "gelu_new", "silu"] if kind == "modernbert" else ["relu", "gelu", "gelu_new"])
+    activation = draw.choice(["gelu", "gelu_new", "silu"] if kind in _GATED else ["relu", "gelu", "gelu_new"])
     name = {"modernbert": "hidden_activation", "distilbert": "activation"}.get(kind, "hidden_act")
     options[name] = activation
     if kind == "modernbert":
@@ -169,3 +172,12 @@ CASES = {
     "albert labels": Case("albert", HEAD, {"embedding_size": 30, "hidden_act": "relu"}),
     "electra labels": Case("electra", HEAD, {"embedding_size": 24, "hidden_act": "gelu_new"}),
 }
+KINDS = [kind for kind in ENCODER_FORMS if hasattr(transformers, FAMILIES[kind].config_class)]
+if "gte" in KINDS:
+    _TURNED = {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
+    CASES |= {
+        "nomic_bert": Case("nomic_bert", BASE, {"pad_token_id": 0, **_TURNED}),
+        "nomic_bert labels": Case("nomic_bert", HEAD, {"hidden_act": "gelu", "head_dim": 6, **_TYPED}),
+        "gte": Case("gte", BASE, {"hidden_act": "silu", "type_vocab_size": 0}),
+        "gte labels": Case("gte", HEAD, {"hidden_act": "gelu_new", "type_vocab_size": 2, **_TURNED}),
+    }

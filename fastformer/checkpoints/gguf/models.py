@@ -547,6 +547,7 @@ def _nomic_bert(
     depth = int(values.number("block_count"))
     check_depth("num_hidden_layers", depth, len(left), file.path)
     (embedding,) = taken(left, ["token_embd.weight"], "Nomic BERT")
+    has_bias = any(name.endswith(".bias") and "norm" not in name for name in left)
     config = BERTConfig(
         vocab_size=len(embedding),
         d_model=values.number("embedding_length"),
@@ -555,6 +556,8 @@ def _nomic_bert(
         d_ff=values.number("feed_forward_length"),
         layer_norm_eps=values.number("attention.layer_norm_epsilon"),
         activation="swiglu",
+        bias=has_bias,
+        norm_bias=True,
         positions="rotary",
         rotary_base=values.number("rope.freq_base", 10_000.0),
         token_types=len(left.get("token_types.weight", ())),
@@ -580,8 +583,11 @@ def _nomic_bert(
             (weight,) = taken(left, [f"blk.{layer}.{stem}.weight"], "Nomic BERT")
             bias = left.pop(f"blk.{layer}.{stem}.bias", None)
             weights[f"{place}.{module}{joint}weight"] = (weight,)
+            if bias is None and not has_bias:
+                continue
             weights[f"{place}.{module}{joint}bias"] = (weight.new_zeros(len(weight)) if bias is None else bias,)
-        weights[f"{place}.linear1.bias"] = (torch.zeros(2 * int(config.d_ff or 0)),)
+        if has_bias:
+            weights[f"{place}.linear1.bias"] = (torch.zeros(2 * int(config.d_ff or 0)),)
     check_empty(left, "Nomic BERT")
     model: BERT = load_foreign(config, weights, device=device, dtype=dtype)
     return model

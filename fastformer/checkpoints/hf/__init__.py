@@ -21,6 +21,7 @@ from fastformer.checkpoints.hf import (
     mixtures,
     modernbert,
     neox,
+    nomic,
     prompts,
     t5,
 )
@@ -46,7 +47,7 @@ DECODER_FORMS: dict[str, Form] = {
     **llama_kin.FORMS,
 }
 # The families that a `BERT` may be saved as, likewise.
-ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS, **bert_kin.FORMS, "modernbert": modernbert.FORM}
+ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS, **bert_kin.FORMS, "modernbert": modernbert.FORM, **nomic.FORMS}
 
 
 def _of_bart(name: str, classes: str, read: ReadTokenizer, head: str = "ForConditionalGeneration") -> Family:
@@ -58,10 +59,17 @@ def _decoder(kind: str, config_class: str, model_class: str, package: str | None
     return Family(form.name, config_class, model_class, form.to_model, prompts.read_tokenizer, "decoder", package)
 
 
-def _encoder(kind: str, *others: str) -> Family:
+def _encoder(kind: str, *others: str, like: str | None = None) -> Family:
+    """Returns the family of an encoder.
+
+    Args:
+        kind: its model_type.
+        others: the ends of the names of further classes that have the encoder in them.
+        like: the family whose tokenizer it has, unless its files name another; None: its own.
+    """
     form = ENCODER_FORMS[kind]
     classes = tuple(f"{form.classes}{head}" for head in (CLASSIFIER, "ForMaskedLM", *others))
-    read = functools.partial(encoder_tokenizers.read_tokenizer, kind)
+    read = functools.partial(encoder_tokenizers.read_tokenizer, kind if like is None else like)
     package = kind.replace("-", "_")
     return Family(
         form.name, f"{form.classes}Config", f"{form.classes}Model", form.to_model, read, "encoder", package, classes
@@ -123,6 +131,8 @@ _FAMILIES = {
     "electra": _encoder("electra", "ForPreTraining"),
     "albert": _encoder("albert", "ForPreTraining"),
     "modernbert": _encoder("modernbert"),
+    "nomic_bert": _encoder("nomic_bert", like="bert"),
+    "gte": _encoder("gte", like="xlm-roberta"),
 }
 FAMILIES = {kind: _checked(kind, family) for kind, family in _FAMILIES.items()}
 
@@ -152,7 +162,6 @@ UNSUPPORTED = {
     "gpt_oss": "gpt-oss has attention sinks, and experts with a clamped activation",
     **dict.fromkeys(("deberta", "deberta-v2"), "DeBERTa attends to positions apart from words"),
     "roformer": "RoFormer rotates neighbouring features",
-    "nomic_bert": "Nomic BERT is read from GGUF files alone",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "DeepSeek compresses keys and values"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "it has layers of linear attention"),
     **dict.fromkeys(

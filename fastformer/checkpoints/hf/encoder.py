@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, check_floating, load_foreign, some, taken
-from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING
+from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, as_saved
 from fastformer.models import BERT, BERTConfig
 from fastformer.models.pretrained import check_depth, config_from_dict
 from fastformer.special_ids import SpecialIds
@@ -45,6 +45,7 @@ class EncoderForm(NamedTuple):
         head: a config -> fastformer's names of the head's tensors, and those of the family.
         pooler: the name of the pooler's linear layer, without the prefix; None: the family has none.
         unused_positions: the id of PAD -> how many rows at the start of the table of positions belong to no token.
+        open: (state, settings) -> the state whose tensors have the names of the family.
     """
 
     name: str
@@ -57,12 +58,13 @@ class EncoderForm(NamedTuple):
     head: Callable[[BERTConfig], dict[str, str]]
     pooler: str | None = "pooler.dense"
     unused_positions: Callable[[int], int] = lambda pad: 0
+    open: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
 
     def to_model(self, saved: Checkpoint) -> BERT:
         """Builds the model, as `ToModel` describes. The first of `architectures` decides if the head classifies."""
         settings, state = saved.settings, saved.state
         check_floating(settings, {name: tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)})
-        left = self._with_prefix(state)
+        left = self._with_prefix(self.open(state, settings))
         hf_name = self.prefix + self.names(_ANY)[EMBEDDING][0]
         embedding = left.get(hf_name)
         if embedding is None or embedding.dim() != 2:

@@ -28,10 +28,11 @@ _GEMMA2 = (
     f"{_GEMMA} hidden_activation query_pre_attn_scalar sliding_window layer_types final_logit_softcapping "
     "attn_logit_softcapping"
 )
-_BERT = (
+_ROTARY_BERT = (
     f"{_ALL} {_LAYERS} hidden_act hidden_dropout_prob attention_probs_dropout_prob type_vocab_size initializer_range "
-    "layer_norm_eps use_cache classifier_dropout is_decoder add_cross_attention"
+    "layer_norm_eps classifier_dropout rope_parameters"
 )
+_BERT = f"{_ROTARY_BERT.removesuffix(' rope_parameters')} use_cache is_decoder add_cross_attention"
 _BART = (
     f"{_ALL} max_position_embeddings encoder_layers encoder_ffn_dim encoder_attention_heads decoder_layers "
     "decoder_ffn_dim decoder_attention_heads encoder_layerdrop decoder_layerdrop activation_function d_model dropout "
@@ -99,6 +100,8 @@ FIELDS: dict[str, frozenset[str]] = {
         "norm_bias cls_token_id sep_token_id attention_bias attention_dropout layer_types rope_parameters "
         "local_attention embedding_dropout mlp_bias mlp_dropout decoder_bias classifier_pooling classifier_dropout "
         "classifier_bias classifier_activation deterministic_flash_attn sparse_prediction sparse_pred_ignore_index",
+        "nomic_bert": f"{_ROTARY_BERT} head_dim",
+        "gte": _ROTARY_BERT,
         "bart": _BART,
         "mbart": _BART,
         "pegasus": _BART,

@@ -15,14 +15,14 @@ from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, check_form, kinds
 from fastformer.checkpoints.hf.encoder import EncoderForm
 from fastformer.models import BERTConfig
 
-_ACTIVATIONS = {
+GATED = {
     "gelu": "geglu",
     "gelu_new": "geglu_tanh",
     "gelu_pytorch_tanh": "geglu_tanh",
     "silu": "swiglu",
     "swish": "swiglu",
 }
-_THEIRS = {"geglu": "gelu", "geglu_tanh": "gelu_new", "swiglu": "silu"}
+GATED_THERE = {"geglu": "gelu", "geglu_tanh": "gelu_new", "swiglu": "silu"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _BASES = {_FULL: ("global_rope_theta", 160_000.0), _SLIDING: ("local_rope_theta", 10_000.0)}
 _MODULES = {
@@ -60,7 +60,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": layers,
         "d_ff": number_of(settings, "intermediate_size"),
         "layer_norm_eps": settings.get("norm_eps", 1e-5),
-        "activation": activation_of(settings, "hidden_activation", "gelu", _ACTIVATIONS),
+        "activation": activation_of(settings, "hidden_activation", "gelu", GATED),
         "norm_first": True,
         "first_norm": False,
         "bias": bias,
@@ -110,7 +110,7 @@ def _base(settings: Mapping[str, Any], kind: str) -> Any:
 
 def _settings(config: BERTConfig) -> dict[str, Any]:
     expected = {
-        "activation": (*_THEIRS,),
+        "activation": (*GATED_THERE,),
         "head_dim": (None, config.d_model // config.num_heads),
         "norm_first": True,
         "first_norm": False,
@@ -132,7 +132,7 @@ def _settings(config: BERTConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "intermediate_size": config.d_ff,
         "norm_eps": config.layer_norm_eps,
-        "hidden_activation": _THEIRS[config.activation],
+        "hidden_activation": GATED_THERE[config.activation],
         "norm_bias": config.bias,
         "mlp_bias": config.bias,
         "classifier_bias": config.bias,

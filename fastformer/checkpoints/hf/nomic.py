@@ -1,0 +1,179 @@
+"""Nomic BERT (Nussbaum et al. 2024) and GTE (Zhang et al. 2024): post-norm `BERT`s with rotary positions and gates.
+
+A Nomic BERT's linear layers have no bias, and its norms have one. A GTE's layers have one, except for the gated layer,
+whose values drop out as well. Files have the names of the models' first code, with joint matrices; transformers writes
+those too, though its modules have names like a Llama's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fastformer.checkpoints.hf.bert import BERT_FORM, bert_options, check_types
+from fastformer.checkpoints.hf.common import activation_of, number_of
+from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, MisfitError, check_form, layer_names
+from fastformer.checkpoints.hf.modernbert import GATED, GATED_THERE
+from fastformer.checkpoints.hf.rope import read_rope
+from fastformer.models import BERTConfig
+
+_MODULES = {
+    "self_attn.in_proj": tuple(f"self_attn.{name}_proj" for name in "qkv"),
+    "self_attn.out_proj": ("self_attn.o_proj",),
+    "norm1": ("post_attention_layernorm",),
+    "linear1": ("mlp.gate_proj", "mlp.up_proj"),
+    "linear2": ("mlp.down_proj",),
+    "norm2": ("post_mlp_layernorm",),
+}
+_NORMS = ("norm1", "norm2")
+_FREE = (
+    *("d_ff", "layer_norm_eps", "dropout", "attention_dropout", "head_dropout", "max_len", "token_types", "pooler"),
+    *("num_labels", "rotary_base"),
+)
+# Names in files, of which joint matrices are cut into those of the modules: the patterns, and what replaces them.
+_NOMIC_FILES = {
+    r"\bemb_ln\.": ("embeddings.LayerNorm.",),
+    r"\bencoder\.layers\.": ("layers.",),
+    r"\battn\.Wqkv\.": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
+    r"\battn\.out_proj\.": ("self_attn.o_proj.",),
+    r"\bmlp\.fc11\.": ("mlp.up_proj.",),
+    r"\bmlp\.fc12\.": ("mlp.gate_proj.",),
+    r"\bmlp\.fc2\.": ("mlp.down_proj.",),
+    r"\bnorm1\.": ("post_attention_layernorm.",),
+    r"\bnorm2\.": ("post_mlp_layernorm.",),
+}
+_GTE_FILES = {
+    r"^new\.": ("gte.",),
+    r"\bencoder\.layer\.": ("layers.",),
+    r"\battention\.qkv_proj\.": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
+    r"\battention\.o_proj\.": ("self_attn.o_proj.",),
+    r"\bmlp\.up_gate_proj\.": ("mlp.up_proj.", "mlp.gate_proj."),
+    r"\battn_ln\.": ("post_attention_layernorm.",),
+    r"\bmlp_ln\.": ("post_mlp_layernorm.",),
+}
+
+
+def _open(state: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    """Returns tensors of a file by the names of modules."""
+    opened = dict(state)
+    for pattern, parts in names.items():
+        renamed: dict[str, Tensor] = {}
+        for name, tensor in opened.items():
+            found = re.search(pattern, name) is not None
+            pieces = tensor.chunk(len(parts)) if found and tensor.dim() else (tensor,)
+            for part, piece in zip(parts if found else (name,), pieces, strict=False):
+                renamed[re.sub(pattern, part, name) if found else name] = piece
+        opened = renamed
+    return opened
+
+
+def _options(settings: Mapping[str, Any], usual: Mapping[str, Any], base: float, **biases: bool) -> dict[str, Any]:
+    settings = {**usual, **settings}
+    options = bert_options({**settings, "hidden_act": "gelu"})
+    rope = read_rope(settings, layers="full_attention", base=base)
+    if "rotary_scaling" in rope:
+        raise ValueError(f"expected a rope_type of 'default', got {rope['rotary_scaling']}")
+    options |= {
+        "activation": activation_of(settings, "hidden_act", usual["hidden_act"], GATED),
+        "positions": "rotary",
+        "rotary_base": rope["rotary_base"],
+        **biases,
+    }
+    usual_size = options["d_model"] // options["num_heads"]
+    size = usual_size if settings.get("head_dim") is None else number_of(settings, "head_dim")
+    return options if size == usual_size else {**options, "head_dim": size}
+
+
+def _settings(kind: str, config: BERTConfig, form: Mapping[str, Any], *free: str) -> dict[str, Any]:
+    """Returns the settings of a family.
+
+    Args:
+        kind: its model_type.
+        config: the config.
+        form: options that the family has, see `check_form`.
+        free: further options that its settings contain.
+    """
+    name = FORMS[kind].name
+    expected = {"activation": (*GATED_THERE,), "positions": "rotary", "head": "bert", **form}
+    check_form(config, expected, (*_FREE, *free), name)
+    return {
+        "model_type": kind,
+        "hidden_size": config.d_model,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "intermediate_size": config.d_ff,
+        "layer_norm_eps": config.layer_norm_eps,
+        "hidden_act": GATED_THERE[config.activation],
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "classifier_dropout": config.head_dropout,
+        "type_vocab_size": config.token_types,
+        "max_position_embeddings": config.max_len,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
+        "rope_theta": config.rotary_base,
+    }
+
+
+def _nomic_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    usual = {"hidden_act": "silu", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return _options(settings, usual, 1000.0, bias=False, norm_bias=True)
+
+
+def _nomic_settings(config: BERTConfig) -> dict[str, Any]:
+    form = {"bias": False, "norm_bias": True, "attention_bias": (None, False), "linear1_bias": (None, False)}
+    settings = _settings("nomic_bert", config, form, "head_dim")
+    check_types(config, "Nomic BERT")
+    return {**settings, "head_dim": config.size_of_head}
+
+
+def _gte_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    usual = {"hidden_act": "gelu", "attention_probs_dropout_prob": 0.0, "type_vocab_size": 1}
+    options = _options(settings, usual, 160_000.0, linear1_bias=False)
+    return {**options, "activation_dropout": options["dropout"]}
+
+
+def _gte_settings(config: BERTConfig) -> dict[str, Any]:
+    form = {"linear1_bias": False, "norm_bias": (None, True), "attention_bias": (None, True)}
+    settings = _settings("gte", config, {**form, "head_dim": (None, config.d_model // config.num_heads)},
+                         "activation_dropout")  # fmt: skip
+    if config.activation_dropout != config.dropout:
+        raise MisfitError(
+            "activation_dropout",
+            f"expected a GTE, with activation_dropout equal to dropout, got {config.activation_dropout} and "
+            f"{config.dropout}",
+        )
+    return settings
+
+
+def _names(config: BERTConfig, biased: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    names: dict[str, tuple[str, ...]] = {EMBEDDING: ("embeddings.word_embeddings.weight",)}
+    if config.token_types:
+        names["token_type_embedding.weight"] = ("embeddings.token_type_embeddings.weight",)
+    names |= {f"embedding_norm.{kind}": (f"embeddings.LayerNorm.{kind}",) for kind in BOTH}
+    return names | layer_names(config, "layers", _MODULES, lambda name: name in biased)
+
+
+FORMS = {
+    "nomic_bert": BERT_FORM._replace(
+        name="Nomic BERT",
+        prefix="nomic_bert.",
+        classes="NomicBert",
+        options=_nomic_options,
+        settings=_nomic_settings,
+        names=lambda config: _names(config, _NORMS),
+        open=lambda state, settings: _open(state, _NOMIC_FILES),
+    ),
+    "gte": BERT_FORM._replace(
+        name="GTE",
+        prefix="gte.",
+        classes="Gte",
+        pad=1,
+        options=_gte_options,
+        settings=_gte_settings,
+        names=lambda config: _names(config, (*_NORMS, "self_attn.in_proj", "self_attn.out_proj", "linear2")),
+        open=lambda state, settings: _open(state, _GTE_FILES),
+    ),
+}
