@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -16,6 +17,7 @@ from fastformer.data import Tokenizer, load_tokenizer
 from fastformer.files import read_json
 from fastformer.models import BERT
 from tests.checkpoints.encoders import FOLDERS, PAIRS, TEXTS
+from tests.checkpoints.families import ENGLISH, sentencepiece_model
 
 
 def load(folder: Path) -> tuple[BERT, Tokenizer]:
@@ -94,6 +96,45 @@ def test_it_may_be_cut_on_the_left(made, tmp_path) -> None:
         text = "the dog reads a book in the park"
         assert tokenizer.encode(text, 6) == theirs(text, truncation=True, max_length=6)["input_ids"]
         assert tokenizer.encode(text, 6) != tokenizer.encode("the dog", 6)
+
+
+@pytest.mark.skipif("gte" not in FOLDERS, reason="a later version of transformers has these families")
+def test_files_that_name_no_tokenizer_have_that_of_the_family(made, tmp_path) -> None:
+    nomic, gte = (shutil.copytree(made(kind), tmp_path / kind) for kind in ("bert nomic", "gte"))
+    (nomic / "tokenizer_config.json").write_text("{}")
+    saved = read_json(nomic / "tokenizer.json")
+    (nomic / "tokenizer.json").write_text(json.dumps({**saved, "normalizer": {**_NORMALISED, "lowercase": False}}))
+    theirs, (_, tokenizer) = transformers.AutoTokenizer.from_pretrained(nomic), load(nomic)
+    both = theirs("the dog", "Two birds")
+    assert tokenizer.encode_pair("the dog", "Two birds") == (both["input_ids"], both["token_type_ids"])
+    _, whole = load(gte)
+    for file in gte.glob("tokenizer*"):
+        file.unlink()
+    (gte / "sentencepiece.bpe.model").write_bytes(sentencepiece_model(ENGLISH))
+    _, tokenizer = load(gte)
+    assert tokenizer.encode_batch(TEXTS) == whole.encode_batch(TEXTS)
+
+
+def test_names_of_a_gtes_first_code_are_read(made, tmp_path) -> None:
+    """A model with a head had a prefix there that no class of transformers has."""
+    if "gte" not in FOLDERS:
+        pytest.skip("a later version of transformers has this family")
+    folder = shutil.copytree(made("gte"), tmp_path / "model")
+    expected, _ = load(folder)
+    named: dict[str, torch.Tensor] = {}
+    for file in folder.glob("model*"):
+        if file.suffix == ".safetensors":
+            named |= {f"new.{name}": tensor for name, tensor in safetensors.torch.load_file(file).items()}
+        file.unlink()
+    named |= {"classifier.weight": torch.ones(2, 32), "classifier.bias": torch.ones(2)}
+    named |= {"new.pooler.dense.weight": torch.ones(32, 32), "new.pooler.dense.bias": torch.ones(32)}
+    safetensors.torch.save_file(named, folder / "model.safetensors")
+    settings = read_json(folder / "config.json") | {"architectures": ["NewForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    model, _ = load(folder)
+    assert model.config.num_labels == 2
+    own = model.state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in expected.state_dict().items())
 
 
 _CUT = {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}

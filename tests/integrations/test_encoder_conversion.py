@@ -171,6 +171,8 @@ def test_an_omitted_head_is_named(caplog) -> None:
         ("bert", {"num_hidden_layers": 2}, "layer.2"),
         ("bert", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ("mpnet", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets"),
+        ("gte", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type"),
+        ("nomic_bert", {"hidden_act": "relu"}, "hidden_act"),
         ("distilbert", {"activation": "tanh"}, "activation"),
         ("modernbert", {"hidden_activation": "relu"}, "hidden_activation"),
         ("modernbert", {"classifier_activation": "relu"}, "classifier_activation"),
