@@ -156,6 +156,10 @@ def _watch_for_a_test_that_hangs(config: pytest.Config) -> None:
         _watch.began = time.monotonic()
 
 
+def pytest_exception_interact() -> None:
+    _watch.began = -math.inf  # pytest has ended the thread
+
+
 def pytest_sessionfinish() -> None:
     faulthandler.cancel_dump_traceback_later()
 

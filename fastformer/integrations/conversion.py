@@ -197,6 +197,10 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
         name = settings.pop("architectures")[0]
         if ENCODER_FORMS[kind].pooler is not None and not model.config.num_labels:
             options["add_pooling_layer"] = model.config.pooler
+    if not hasattr(transformers, family.config_class):
+        raise ValueError(
+            f"expected a version of transformers that has {family.config_class}, got {transformers.__version__}"
+        )
     config_class, model_class = getattr(transformers, family.config_class), getattr(transformers, name)
     theirs: Any = model_class(config_class(**settings), **options)
     if (

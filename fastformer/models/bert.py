@@ -22,6 +22,7 @@ from fastformer.models.common import (
 )
 from fastformer.models.pooling import POOLINGS, Pooling, pool
 from fastformer.models.pretrained import PretrainedModel, placement
+from fastformer.models.rotary_scaling import RotarySpeeds
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
@@ -143,7 +144,10 @@ class BERT(PretrainedModel):
         self.local_rotary: RotaryEmbedding | None = None
         if config.positions == "rotary":
             sizes = (config.size_of_head, config.max_len)
-            self.rotary = RotaryEmbedding(*sizes, config.rotary_base, **factory)
+            base, speeds = config.rotary_base, RotarySpeeds(None)
+            if config.rotary_scaling is not None:
+                speeds = config.scaling.speeds(config.size_of_head, base)
+            self.rotary = RotaryEmbedding(*sizes, base, speeds=speeds.speeds, scale=speeds.scale, **factory)
             if config.local_rotary_base is not None:
                 self.local_rotary = RotaryEmbedding(*sizes, config.local_rotary_base, **factory)
         elif config.positions != "relative":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 from fastformer.models.common import Norm, StackConfig, as_flags, check_heads, inner_size
+from fastformer.models.rotary_scaling import RotaryScaling, as_scaling
 from fastformer.nn.embedding import check_buckets
 from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
@@ -48,6 +49,7 @@ class BERTConfig(StackConfig):
         max_distance: for relative positions, the largest distance with a bias of its own; larger ones count as this
             one.
         rotary_base: the slowest rotation is near 1 / base.
+        rotary_scaling: how rotary positions are scaled for longer sequences, see `GPTConfig`; None: no scaling.
         local_rotary_base: the rotary_base of the layers that have a window (ModernBERT); None: the same as in other
             layers.
         window_size: a token sees this many neighbours on each side; None: all.
@@ -103,6 +105,7 @@ class BERTConfig(StackConfig):
     layer_groups: Positive | None = None
     norm_bias: bool | None = None
     linear1_bias: bool | None = None
+    rotary_scaling: Annotated[dict[str, Any] | None, Convert(as_scaling)] = None
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -139,11 +142,20 @@ class BERTConfig(StackConfig):
                 f"expected heads of an even size (rotary rotates pairs), got {self.size_of_head} (d_model "
                 f"{self.d_model}, num_heads {self.num_heads})"
             )
+        if self.rotary_scaling is not None:
+            if self.positions != "rotary":
+                raise ValueError(f"expected positions 'rotary' for rotary_scaling, got {self.positions!r}")
+            self.scaling.check(self.size_of_head, self.rotary_base, self.max_len)
         if self.local_rotary_base is not None:
             if self.positions != "rotary":
                 raise ValueError(f"expected positions 'rotary' for local_rotary_base, got {self.positions!r}")
             if not any(self.windows):
                 raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
+
+    @property
+    def scaling(self) -> RotaryScaling:
+        """The checked rotary_scaling, which isn't None."""
+        return cast(RotaryScaling, self.rotary_scaling)
 
     @property
     def width(self) -> int:

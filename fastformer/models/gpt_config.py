@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 from fastformer.models.common import Activation, Norm, StackConfig, as_flags, check_heads, inner_size
-from fastformer.models.rotary_scaling import RotaryScaling
+from fastformer.models.rotary_scaling import RotaryScaling, as_scaling
 from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
 
@@ -14,10 +14,6 @@ NormPlacement = Literal["pre", "post", "both"]
 QKNorm = Literal["head", "all"]
 _Cap = Annotated[float, Range(above=0)]
 _Base = Annotated[float, Range(1)]
-
-
-def _as_scaling(name: str, value: Any) -> RotaryScaling | None:
-    return value if value is None or isinstance(value, RotaryScaling) else RotaryScaling(value)
 
 
 # The settings that only a model with experts has.
@@ -110,7 +106,7 @@ class GPTConfig(StackConfig):
     norm_placement: NormPlacement = "pre"
     parallel_residual: bool = False
     rotary_fraction: Annotated[float, Range(above=0, most=1)] = 1.0
-    rotary_scaling: Annotated[dict[str, Any] | None, Convert(_as_scaling)] = None
+    rotary_scaling: Annotated[dict[str, Any] | None, Convert(as_scaling)] = None
     local_rotary_base: _Base | None = None
     window_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
     attention_scale: _Cap | None = None

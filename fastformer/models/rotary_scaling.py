@@ -32,6 +32,11 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+def as_scaling(name: str, value: Any) -> RotaryScaling | None:
+    """Converts the setting of a model."""
+    return value if value is None or isinstance(value, RotaryScaling) else RotaryScaling(value)
+
+
 class RotarySpeeds(NamedTuple):
     """The parameters of tables of cosines and sines.
 

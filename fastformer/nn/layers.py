@@ -231,6 +231,8 @@ class _Layer(nn.Module):
         inner = 2 * dim_feedforward if is_gated(self.activation) else dim_feedforward
         inner_dropout = dropout if activation_dropout is None else activation_dropout
         if experts is not None:
+            if linear1_bias is not None:
+                raise InputError(f"expected no linear1_bias beside experts, whose layers have bias, got {linear1_bias}")
             of_all = {"activation": activation, "dropout": inner_dropout, "bias": bias, **factory}
             self.mixture = MixtureOfExperts(d_model, dim_feedforward, **of_all, **experts)
         else:

@@ -12,6 +12,7 @@ import transformers
 
 from tests.checkpoints.decoders import save
 from tests.checkpoints.families import ENGLISH, byte_level, of_files, sentencepiece_model, write_pieces
+from tests.checkpoints.present import ENCODERS
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
@@ -137,7 +138,7 @@ def modernbert(folder: Path) -> None:
 
 
 def nomic(folder: Path) -> None:
-    """Makes a folder with a BERT's WordPiece, whose files name the tensors as their first code did, and a head."""
+    """Makes a folder with a BERT's WordPiece, whose files name the tensors as the original code did, and a head."""
     tokenizer = words(folder)
     config = transformers.NomicBertConfig(**SIZES, vocab_size=len(tokenizer))
     save(folder, transformers.NomicBertForSequenceClassification(config), tokenizer)
@@ -155,5 +156,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "bert": bert, "bert head": bert_head, "roberta": roberta, "xlm-roberta": xlm_roberta, "xlm-roberta pieces": pieces,
     "distilbert": distilbert, "mpnet": mpnet, "albert": albert, "modernbert": modernbert,
 }  # fmt: skip
-if hasattr(transformers, "GteConfig"):  # which came with version 5
-    FOLDERS |= {"bert nomic": nomic, "gte": gte}
+if "nomic_bert" in ENCODERS:
+    FOLDERS["bert nomic"] = nomic
+if "gte" in ENCODERS:
+    FOLDERS["gte"] = gte

@@ -24,7 +24,7 @@ from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
 from fastformer.checkpoints.gguf.file import GGUF, read_gguf
 from fastformer.checkpoints.gguf.models import pooling_of
 from fastformer.checkpoints.gguf.write import write_gguf
-from fastformer.checkpoints.hf import FAMILIES, load_folder
+from fastformer.checkpoints.hf import FAMILIES, from_model, load_folder
 from fastformer.checkpoints.run import architecture_of
 from fastformer.cli import main
 from fastformer.generation import Chat, generate
@@ -109,6 +109,8 @@ def test_models_and_tokens_equal_transformers(name) -> None:
         result = model(torch.tensor([[i % size for i in IDS]]))
     torch.testing.assert_close(result[0, -1], torch.tensor(EXPECTED[name]["numbers"]), rtol=1e-5, atol=1e-5)
     assert architecture_of(FOLDER / f"{name}.gguf") == type(model).__name__
+    if name == "nomic":  # whose linear layers have no bias, so that it can be saved as transformers' model
+        assert from_model(model)[0]["model_type"] == "nomic_bert"
     for line, ids in EXPECTED[name]["texts"].items():
         if name in ENCODERS and "<" in line:  # a special token that a text spells is text here
             continue

@@ -98,7 +98,7 @@ def test_it_may_be_cut_on_the_left(made, tmp_path) -> None:
         assert tokenizer.encode(text, 6) != tokenizer.encode("the dog", 6)
 
 
-@pytest.mark.skipif("gte" not in FOLDERS, reason="a later version of transformers has these families")
+@pytest.mark.skipif("gte" not in FOLDERS, reason="a later version of transformers has this family")
 def test_files_that_name_no_tokenizer_have_that_of_the_family(made, tmp_path) -> None:
     nomic, gte = (shutil.copytree(made(kind), tmp_path / kind) for kind in ("bert nomic", "gte"))
     (nomic / "tokenizer_config.json").write_text("{}")
@@ -115,7 +115,7 @@ def test_files_that_name_no_tokenizer_have_that_of_the_family(made, tmp_path) ->
     assert tokenizer.encode_batch(TEXTS) == whole.encode_batch(TEXTS)
 
 
-def test_names_of_a_gtes_first_code_are_read(made, tmp_path) -> None:
+def test_names_of_a_gtes_original_code_are_read(made, tmp_path) -> None:
     """A model with a head had a prefix there that no class of transformers has."""
     if "gte" not in FOLDERS:
         pytest.skip("a later version of transformers has this family")

@@ -22,6 +22,7 @@ from fastformer.checkpoints.hf.fields import check_fields
 from fastformer.checkpoints.hf.rope import of_version
 from fastformer.models import GPT, GPTConfig
 from fastformer.serving.service import open_service
+from tests.checkpoints.present import PRESENT
 from tests.covering import each
 
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
@@ -160,8 +161,9 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
         ("qwen3", {"layer_types": ["full_attention", "linear_attention"] * 2}, "'linear_attention'"),
         ("mistral", {"sliding_window": "wide"}, "sliding_window .*'wide'"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
-        ("phi3", {"original_max_position_embeddings": 0, "rope_scaling": {
-            "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, "at least 2, got 0"),
+        *(("phi3", {"original_max_position_embeddings": length, "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}, f"at least 2, got {length}")
+          for length in (0, 1)),
         ("gemma", {"use_bidirectional_attention": True}, r"\buse_bidirectional_attention\b"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0, "sliding_window": 8}, "attn_logit_softcapping.* 50.0"),
         ("gemma3_text", {"sliding_window": 8, "rope_parameters": {
@@ -271,7 +273,7 @@ def test_the_norms_of_a_gemma_are_not_rounded_before_the_models_dtype_is_known(k
     assert torch.equal(form.revert("decoder.norm.weight", exact, config), weight.double())
 
 
-@each("kind", FAMILIES)
+@each("kind", PRESENT)
 def test_each_family_is_listed_in_the_table(kind) -> None:
     source = importlib.util.find_spec(FAMILIES[kind].source(kind))
     assert source is not None and source.origin is not None

@@ -13,6 +13,7 @@ import transformers
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.integrations.conversion import settings_of
+from tests.checkpoints.present import PRESENT
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -55,7 +56,7 @@ def convert(kind: str, settings: dict[str, Any], state: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize("share", [0.08, pytest.param(1.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", PRESENT)
 def test_sizes_are_refused_by_a_value_error(kind, share) -> None:
     settings, state = tiny(kind)
     convert(kind, settings, state)

@@ -27,6 +27,7 @@ from fastformer.checkpoints.model_bin import MODEL, read_variables
 from fastformer.checkpoints.speech import from_state, load_speech
 from fastformer.models import GPTConfig
 from tests.audio.whispers import whisper
+from tests.checkpoints.present import ENCODERS, PRESENT
 from tests.checkpoints.test_ctranslate2 import FOLDERS, written
 from tests.checkpoints.test_gguf import contents, to_bytes
 from tests.foreign.ctranslate2_folders import DECODER_FOLDERS
@@ -75,7 +76,7 @@ def options_of(kind: str, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
-@pytest.mark.parametrize("kind", sorted({*DECODER_FORMS, *ENCODER_FORMS}))
+@pytest.mark.parametrize("kind", sorted({*DECODER_FORMS, *ENCODERS}))
 def test_each_omitted_setting_is_as_in_transformers(kind) -> None:
     """Each field of a config is left out alone; sizes have no usual value here."""
     config_class, results = getattr(transformers, FAMILIES[kind].config_class), set()
@@ -103,7 +104,7 @@ def test_each_omitted_setting_is_as_in_transformers(kind) -> None:
 
 
 @pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
-@pytest.mark.parametrize("kind", ENCODER_FORMS)
+@pytest.mark.parametrize("kind", ENCODERS)
 def test_the_padding_that_an_encoder_omits_is_that_of_its_class(kind) -> None:
     usual = getattr(transformers, FAMILIES[kind].config_class)().pad_token_id
     theirs = config_fields.made(Change(kind, "", Nested(vocab_size=max(60, usual + 1))))
@@ -113,7 +114,7 @@ def test_the_padding_that_an_encoder_omits_is_that_of_its_class(kind) -> None:
 
 
 @pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", PRESENT)
 def test_all_omitted_settings_are_as_in_transformers(kind) -> None:
     """A folder has the sizes alone, and of tied matrices one."""
     theirs = config_fields.made(Change(kind, "", Nested()))

@@ -31,6 +31,7 @@ from fastformer.models.quantization import from_groups, groups_of, is_on
 from fastformer.models.stored import stand_in
 from fastformer.models.weights import SavedWeights
 from tests.checkpoints.decoders import FOLDERS
+from tests.checkpoints.present import PRESENT
 from tests.generation.small import needs_cpp
 from tests.integrations.config_fields import Change, made
 
@@ -347,7 +348,7 @@ _FAST = ("bart", "gpt2", "gpt_neox", "llama", "mixtral", "bert")
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in _FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES]
+    "kind", [kind if kind in _FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in PRESENT]
 )
 def test_every_family_has_the_numbers_of_a_quantised_folder(kind, tmp_path) -> None:
     """By GPTQ and AWQ in 4 bits, and by llm-compressor in 8."""

@@ -31,7 +31,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), (0.0, 0.25)),
     **dict.fromkeys(("bias", "parallel_residual", "is_causal", "norm_topk_prob", "shared_norm", "output_bias",
                      "norm_first", "first_norm", "embedding_norm", "pooler"), (False, True)),
-    **dict.fromkeys(("qkv_bias", "out_bias", "norm_bias", "attention_bias"), (None, False, True)),
+    **dict.fromkeys(("qkv_bias", "out_bias", "norm_bias", "attention_bias", "linear1_bias"), (None, False, True)),
 }  # fmt: skip
 # Options that mean something together.
 TOGETHER = (
@@ -64,7 +64,7 @@ def meaning(config: Any) -> dict[str, Any]:
     for name, other in counts.items():
         if name in own and own[name] is None and not (name.startswith("local") and own.get("rotary_scaling")):
             own[name] = own[other]
-    for name in ("qkv_bias", "out_bias", "norm_bias", "attention_bias"):
+    for name in ("qkv_bias", "out_bias", "norm_bias", "attention_bias", "linear1_bias"):
         if own.get(name) is None:
             own[name] = own["bias"]
     return {name: value for name, value in own.items() if name not in ELSEWHERE}

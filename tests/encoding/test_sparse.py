@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fastformer
+from tests.checkpoints.present import ENCODERS
 from tests.checks import assert_accurate
 from tests.encoding.folders import MANY, SPECIAL, WORDS, bert, ids_of, masked, modules, write
 
@@ -43,6 +44,8 @@ def expected(model: Any, folder: Path, texts: list[str], dtype: torch.dtype, sum
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_weights_equal_those_of_transformers(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    if name == "Gte" and "gte" not in ENCODERS:
+        pytest.skip("a later version of transformers has it")
     sums, twice = name == "DistilBert", name == "ModernBert"
     pooling = {"pooling_strategy": "sum" if sums else "max", "activation_function": "log1p_relu" if twice else "relu"}
     model = masked(tmp_path, name, pooling, **settings)

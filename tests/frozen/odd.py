@@ -32,6 +32,7 @@ from fastformer.checkpoints.speech import load_speech
 from fastformer.integrations import from_huggingface
 from tests.audio.whispers import whisper
 from tests.checkpoints.conftest import FOLDERS as SAVED
+from tests.checkpoints.present import PRESENT
 from tests.checkpoints.test_ctranslate2 import written
 from tests.checkpoints.test_gguf import contents, packed, to_bytes
 from tests.checkpoints.test_omitted import MORE, REFUSED, SPECIFICATIONS, made_of, options_of, outcome
@@ -481,4 +482,4 @@ READERS: dict[str, tuple[Callable[[str], dict[str, str]], tuple[str, ...]]] = {
 }
 FOLDERS = {f"{reader} {name}": (read, name) for reader, (read, names) in READERS.items() for name in names}
 # Of encoder-decoders, one for each form: its model is made for each value.
-KINDS = sorted(kind for kind in FAMILIES if FAMILIES[kind].kind != "seq2seq" or kind in ("marian", "m2m_100", "t5"))
+KINDS = sorted(kind for kind in PRESENT if FAMILIES[kind].kind != "seq2seq" or kind in ("marian", "m2m_100", "t5"))

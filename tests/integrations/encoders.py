@@ -14,6 +14,7 @@ from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.models import BERT
 from fastformer.nn import SequenceLayout
+from tests.checkpoints.present import ENCODERS
 from tests.integrations.decoders import Wide, made_wide
 from tests.integrations.remembered import made_once
 
@@ -172,12 +173,13 @@ CASES = {
     "albert labels": Case("albert", HEAD, {"embedding_size": 30, "hidden_act": "relu"}),
     "electra labels": Case("electra", HEAD, {"embedding_size": 24, "hidden_act": "gelu_new"}),
 }
-KINDS = [kind for kind in ENCODER_FORMS if hasattr(transformers, FAMILIES[kind].config_class)]
-if "gte" in KINDS:
-    _TURNED = {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
-    CASES |= {
-        "nomic_bert": Case("nomic_bert", BASE, {"pad_token_id": 0, **_TURNED}),
-        "nomic_bert labels": Case("nomic_bert", HEAD, {"hidden_act": "gelu", "head_dim": 6, **_TYPED}),
-        "gte": Case("gte", BASE, {"hidden_act": "silu", "type_vocab_size": 0}),
-        "gte labels": Case("gte", HEAD, {"hidden_act": "gelu_new", "type_vocab_size": 2, **_TURNED}),
-    }
+_TURNED: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
+_SCALED: dict[str, Any] = {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}}
+_LATER = {
+    "nomic_bert": Case("nomic_bert", BASE, {"pad_token_id": 0, **_TURNED}),
+    "nomic_bert labels": Case("nomic_bert", HEAD, {"hidden_act": "gelu", "head_dim": 6, **_TYPED}),
+    "gte": Case("gte", BASE, {"hidden_act": "silu", "type_vocab_size": 0}),
+    "gte labels": Case("gte", HEAD, {"hidden_act": "gelu_new", "type_vocab_size": 2, **_TURNED}),
+    "gte scaled": Case("gte", BASE, _SCALED),
+}
+CASES |= {name: case for name, case in _LATER.items() if case.kind in ENCODERS}

@@ -14,6 +14,7 @@ from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.fields import FIELDS, with_usual_ids
 from fastformer.integrations import accelerate, from_huggingface, report
+from tests.checkpoints.present import ENCODERS, PRESENT
 from tests.covering import each
 from tests.integrations.config_fields import (
     BASES,
@@ -35,7 +36,7 @@ from tests.integrations.config_fields import (
 from tests.integrations.decoders import IS_OLD
 
 pytestmark = pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
-kinds = pytest.mark.parametrize("kind", FAMILIES)
+kinds = pytest.mark.parametrize("kind", PRESENT)
 # The rest of these take ten minutes together.
 FAST = [
     *(Change(kind, "is_causal", value) for kind in ("bert", "bart", "t5", "gpt2", "llama") for value in (True, False)),
@@ -151,7 +152,7 @@ OLDER: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", sorted(DECODER_FORMS.keys() | ENCODER_FORMS.keys()))
+@pytest.mark.parametrize("kind", sorted({*DECODER_FORMS, *ENCODERS}))
 def test_older_spellings_are_read_as_transformers_reads_them(kind) -> None:
     """The settings as a file has them, and what transformers makes of them, give the same model."""
     form, read = (DECODER_FORMS | ENCODER_FORMS)[kind], 0
@@ -170,7 +171,7 @@ def test_older_spellings_are_read_as_transformers_reads_them(kind) -> None:
     assert read > 9
 
 
-@each("kind", FAMILIES)
+@each("kind", PRESENT)
 def test_each_field_is_known(kind) -> None:
     fields = {name for name in config_of(kind, {}).to_dict() if name[0] != "_"}
     assert fields <= FIELDS[kind]
@@ -242,7 +243,7 @@ def test_each_omitted_field_has_the_default_of_its_class(kind) -> None:
     assert len(omitted) > 10
 
 
-@each("kind", FAMILIES)
+@each("kind", PRESENT)
 def test_usual_ids_are_those_of_the_class(kind) -> None:
     """A small model can't have them: they are beyond its vocabulary."""
     usual = type(config_of(kind, {}))().to_dict()
@@ -253,7 +254,7 @@ def test_usual_ids_are_those_of_the_class(kind) -> None:
         assert ENCODER_FORMS[kind].pad == usual["pad_token_id"]
 
 
-@each("kind", FAMILIES)
+@each("kind", PRESENT)
 def test_an_is_causal_that_contradicts_the_family_is_refused(kind) -> None:
     wrong = {"decoder": (False,), "encoder": (True,), "seq2seq": (True, False)}[FAMILIES[kind].kind]
     for value in wrong:

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
 from fastformer.integrations import accelerate
+from tests.checkpoints.present import ENCODERS
 from tests.checks import assert_accurate
 from tests.integrations.decoders import GRANITE4, IS_OLD, Wide
 from tests.integrations.encoders import BASE, CASES, HEAD, ONLY_EAGER, VOCAB, Case, drawn, padded, texts_of
@@ -128,7 +129,7 @@ _FEW = {("bert", HEAD), ("distilbert", "ForMaskedLM"), ("modernbert", "ForTokenC
     [
         # slow: each head of each family
         pytest.param(kind, end, marks=() if (kind, end) in _FEW else pytest.mark.slow)
-        for kind in ENCODER_FORMS
+        for kind in ENCODERS
         for end in HEADS
     ],
 )
@@ -277,7 +278,7 @@ def test_a_row_without_tokens_runs_the_modules(calls: list[int]) -> None:
 
 @pytest.mark.slow  # every option with every other, at unusual sizes
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("kind", ENCODER_FORMS)
+@pytest.mark.parametrize("kind", ENCODERS)
 def test_random_configs_compute_the_same(kind: str, seed: int, calls: list[int]) -> None:
     case = drawn(kind, seed)._replace(head=BASE)
     batch = batch_of(case, ("right", "holes", "left")[seed % 3])

@@ -178,6 +178,16 @@ def test_losses_are_those_of_their_labels() -> None:
         ({"window_size": 2, "window_layers": [True]}, "window_layers"),
         ({"window_size": 2, "window_layers": 1}, "window_layers"),
         ({"local_rotary_base": 100.0}, "local_rotary_base"),
+        ({"rotary_scaling": {"kind": "linear", "factor": 2.0}}, "rotary_scaling"),
+        ({"positions": "rotary", "rotary_scaling": {"kind": "linear"}}, "factor"),
+        (
+            {
+                "positions": "rotary",
+                "max_len": 9,
+                "rotary_scaling": {"kind": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
+            },
+            "max_len",
+        ),
         ({"positions": "rotary", "local_rotary_base": 100.0}, "window_size"),
         ({"positions": "rotary", "head_dim": 3}, "even"),
         ({"positions": "sinusoidal", "embedding_size": 5}, "even"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from unittest.mock import Mock
 
 import pytest
@@ -235,6 +236,21 @@ def test_the_constructors_dropouts_arrive():
     encoder = fnn.TransformerEncoderLayer(E, H, FF, 0.3, bias=True, attention_bias=False)
     assert encoder.self_attn.in_proj_bias is None and encoder.self_attn.out_proj.bias is None
     assert encoder.linear1.bias is not None and encoder.self_attn.dropout == encoder.dropout.p == 0.3
+
+
+def test_each_bias_follows_its_own_option():
+    for options in itertools.product((True, False), *[(None, True, False)] * 3):
+        named = dict(zip(("bias", "attention_bias", "norm_bias", "linear1_bias"), options, strict=True))
+        layer = fnn.TransformerDecoderLayer(E, H, FF, **named)
+        expected = {"linear2": options[0]}
+        groups = (("self_attn.out_proj", "multihead_attn.out_proj"), ("norm1", "norm2", "norm3"), ("linear1",))
+        for names, own in zip(groups, options[1:], strict=True):
+            expected |= dict.fromkeys(names, options[0] if own is None else own)
+        found = {name: layer.get_submodule(name).bias is not None for name in expected}
+        assert found == expected, named
+        assert (layer.self_attn.in_proj_bias is not None) == found["self_attn.out_proj"]
+    with pytest.raises(ValueError, match="linear1_bias"):
+        fnn.TransformerEncoderLayer(E, H, FF, linear1_bias=False, experts={"num_experts": 2, "num_experts_per_tok": 1})
 
 
 def test_every_addition_joins_a_norm(monkeypatch):

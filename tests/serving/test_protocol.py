@@ -182,14 +182,14 @@ def a_head_behind_another_request_comes_in_time_too() -> None:
         with served.connected() as client:
             client.sendall(get("/a") + b"GET /b HTTP/1.1\r\nHost:")
             began = time.monotonic()
-            assert everything(client).endswith(b"/a") and 0.2 < time.monotonic() - began < 1.5
+            assert everything(client).endswith(b"/a") and 0.2 < time.monotonic() - began < 5
         with served.connected() as client:  # its time is over before the answer is
             client.sendall(get("/wait") + b"GET /c HTTP/1.1\r\nHost:")
             until(lambda: "/wait" in served.app.paths)
             time.sleep(0.6)
             served.app.go = True
             began = time.monotonic()
-            assert everything(client).endswith(b"/wait") and time.monotonic() - began < 1.5
+            assert everything(client).endswith(b"/wait") and time.monotonic() - began < 5
         assert not {"/b", "/c"} & {*served.app.paths}
 
 

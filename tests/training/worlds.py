@@ -79,6 +79,8 @@ def two(*runs: Path, **flags: Any) -> Iterator[Iterator[list[str]]]:
             yield each
 
     said = runs[0].parent / "said.txt"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a fork has none of OpenMP's other threads, and would wait for them
     other = os.fork()
     if not other:
         _run_as_the_other(ranks[1], each_words(), said)
@@ -91,6 +93,7 @@ def two(*runs: Path, **flags: Any) -> Iterator[Iterator[list[str]]]:
         if other:
             os.kill(other, signal.SIGKILL)
             os.waitpid(other, 0)
+        torch.set_num_threads(threads)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 

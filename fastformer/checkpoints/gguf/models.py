@@ -558,6 +558,7 @@ def _nomic_bert(
         activation="swiglu",
         bias=has_bias,
         norm_bias=True,
+        linear1_bias=False,
         positions="rotary",
         rotary_base=values.number("rope.freq_base", 10_000.0),
         token_types=len(left.get("token_types.weight", ())),
@@ -586,8 +587,6 @@ def _nomic_bert(
             if bias is None and not has_bias:
                 continue
             weights[f"{place}.{module}{joint}bias"] = (weight.new_zeros(len(weight)) if bias is None else bias,)
-        if has_bias:
-            weights[f"{place}.linear1.bias"] = (torch.zeros(2 * int(config.d_ff or 0)),)
     check_empty(left, "Nomic BERT")
     model: BERT = load_foreign(config, weights, device=device, dtype=dtype)
     return model

@@ -91,7 +91,7 @@ def bert_settings(config: BERTConfig, name: str, **expected: Any) -> dict[str, A
         {
             "activation": (*THEIR_ACTIVATIONS,),
             "head_dim": (None, config.d_model // config.num_heads),
-            "attention_bias": (None, True),
+            **dict.fromkeys(("attention_bias", "norm_bias", "linear1_bias"), (None, True)),
             **expected,
         },
         [name for name in _FREE if name not in expected],

@@ -112,6 +112,7 @@ def _settings(config: BERTConfig) -> dict[str, Any]:
     expected = {
         "activation": (*GATED_THERE,),
         "head_dim": (None, config.d_model // config.num_heads),
+        **dict.fromkeys(("norm_bias", "linear1_bias"), (None, config.bias)),
         "norm_first": True,
         "first_norm": False,
         "positions": "rotary",

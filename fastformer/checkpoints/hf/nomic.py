@@ -1,8 +1,8 @@
 """Nomic BERT (Nussbaum et al. 2024) and GTE (Zhang et al. 2024): post-norm `BERT`s with rotary positions and gates.
 
 A Nomic BERT's linear layers have no bias, and its norms have one. A GTE's layers have one, except for the gated layer,
-whose values drop out as well. Files have the names of the models' first code, with joint matrices; transformers writes
-those too, though its modules have names like a Llama's.
+and dropout also applies to the gated values. Files have the names of the original code, with joint matrices;
+transformers writes those too, though its modules have names like a Llama's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastformer.checkpoints.hf.bert import BERT_FORM, bert_options, check_types
 from fastformer.checkpoints.hf.common import activation_of, number_of
 from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, MisfitError, check_form, layer_names
 from fastformer.checkpoints.hf.modernbert import GATED, GATED_THERE
-from fastformer.checkpoints.hf.rope import read_rope
+from fastformer.checkpoints.hf.rope import longest, read_rope, write_lengths, write_rope
 from fastformer.models import BERTConfig
 
 _MODULES = {
@@ -31,7 +31,7 @@ _MODULES = {
 _NORMS = ("norm1", "norm2")
 _FREE = (
     *("d_ff", "layer_norm_eps", "dropout", "attention_dropout", "head_dropout", "max_len", "token_types", "pooler"),
-    *("num_labels", "rotary_base"),
+    *("num_labels", "rotary_base", "rotary_scaling"),
 )
 # Names in files, of which joint matrices are cut into those of the modules: the patterns, and what replaces them.
 _NOMIC_FILES = {
@@ -74,12 +74,13 @@ def _options(settings: Mapping[str, Any], usual: Mapping[str, Any], base: float,
     settings = {**usual, **settings}
     options = bert_options({**settings, "hidden_act": "gelu"})
     rope = read_rope(settings, layers="full_attention", base=base)
-    if "rotary_scaling" in rope:
-        raise ValueError(f"expected a rope_type of 'default', got {rope['rotary_scaling']}")
+    if (part := rope.get("rotary_fraction", 1.0)) != 1.0:
+        raise ValueError(f"expected a model that rotates whole heads, got a partial_rotary_factor of {part}")
     options |= {
+        **rope,
         "activation": activation_of(settings, "hidden_act", usual["hidden_act"], GATED),
         "positions": "rotary",
-        "rotary_base": rope["rotary_base"],
+        "max_len": longest(settings, rope, grows=False),
         **biases,
     }
     usual_size = options["d_model"] // options["num_heads"]
@@ -111,13 +112,17 @@ def _settings(kind: str, config: BERTConfig, form: Mapping[str, Any], *free: str
         "attention_probs_dropout_prob": config.attention_dropout,
         "classifier_dropout": config.head_dropout,
         "type_vocab_size": config.token_types,
-        "max_position_embeddings": config.max_len,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
-        "rope_theta": config.rotary_base,
+        **write_lengths(config, grows=False),
+        **write_rope(config, 1.0),
     }
 
 
 def _nomic_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if settings.get("hidden_size") is None and "n_embd" in settings:
+        raise ValueError(
+            "expected the settings of transformers' own Nomic BERT (hidden_size), got those of the code on the Hub "
+            "(n_embd): load it with transformers 5 and save it"
+        )
     usual = {"hidden_act": "silu", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return _options(settings, usual, 1000.0, bias=False, norm_bias=True)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fastformer.models import GPTConfig
+from fastformer.models import BERTConfig, GPTConfig
 from fastformer.models.rotary_scaling import RotaryScaling
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -146,7 +146,7 @@ def beyond_original(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **parameters, _LENGTH: limit}
 
 
-def write_lengths(config: GPTConfig, *, grows: bool) -> dict[str, Any]:
+def write_lengths(config: GPTConfig | BERTConfig, *, grows: bool) -> dict[str, Any]:
     """Returns the settings from which `longest` computes a config's max_len."""
     scaling: Mapping[str, Any] = config.rotary_scaling or {}
     kind, max_positions = scaling.get("kind"), config.max_len
@@ -161,7 +161,7 @@ def write_lengths(config: GPTConfig, *, grows: bool) -> dict[str, Any]:
 
 
 def write_rope(
-    config: GPTConfig, fraction: float, full: str | None = None, sliding: str | None = None
+    config: GPTConfig | BERTConfig, fraction: float, full: str | None = None, sliding: str | None = None
 ) -> dict[str, Any]:
     """Returns the settings of a config's rotary positions, readable by all versions of transformers.
 
@@ -176,8 +176,8 @@ def write_rope(
     kind, base = scaling.pop("kind", "default"), config.rotary_base
     if kind == "dynamic":
         del scaling[_LENGTH]
-    is_whole = config.rotary_fraction == fraction == 1.0
-    partial = {} if is_whole else {"partial_rotary_factor": config.rotary_fraction}
+    own = getattr(config, "rotary_fraction", 1.0)
+    partial = {} if own == fraction == 1.0 else {"partial_rotary_factor": own}
     parameters = {"rope_type": kind, "rope_theta": base, **scaling, **partial}
     written: dict[str, Any] = {"rope_theta": base, **partial}
     if kind == "longrope":  # Phi-3 expects these three entries, under this name
