@@ -66,7 +66,7 @@ class Unallocated(Undrawn):
     @staticmethod
     def is_empty(tensor: Tensor) -> bool:
         """Returns whether a tensor was made without memory."""
-        return tensor.dim() > 1 and tensor.numel() > 1 and not any(tensor.stride())
+        return tensor.dim() > 1 and _is_one_number(tensor)
 
     @classmethod
     def allocate(cls, parameter: nn.Parameter) -> None:
@@ -81,9 +81,15 @@ class Unallocated(Undrawn):
                 return torch.full((1,) * len(shape), torch.nan, dtype=kwargs.get("dtype")).expand(*shape)
         if func is Tensor.clone and self.is_empty(args[0]):
             return args[0].detach()
-        if func in (Tensor.zero_, Tensor.fill_) and args[0].dim() and not any(args[0].stride()):
+        if func in (Tensor.zero_, Tensor.fill_) and _is_one_number(args[0]):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _is_one_number(tensor: Tensor) -> bool:
+    """Returns whether several numbers of a tensor are all one in memory."""
+    strides = (stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    return tensor.numel() > 1 and not any(strides)
 
 
 class Saved(Protocol):

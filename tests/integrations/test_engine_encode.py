@@ -131,6 +131,7 @@ _FEW = {("bert", HEAD), ("distilbert", "ForMaskedLM"), ("modernbert", "ForTokenC
         pytest.param(kind, end, marks=() if (kind, end) in _FEW else pytest.mark.slow)
         for kind in ENCODERS
         for end in HEADS
+        if hasattr(transformers, ENCODER_FORMS[kind].classes + end)
     ],
 )
 def test_heads_read_the_engines_states(kind: str, end: str, calls: list[int]) -> None:
