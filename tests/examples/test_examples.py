@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "examples"
 CALLS = {
     "finetune_bert.py": (["bert-base-uncased", "--steps", "3"], "accelerated: mean loss"),
     "logits_processor.py": (["numbers", "six zero", "--without", "n"], "sechs"),
-    "new_op.py": ([], "squared_relu is right"),
+    "new_op.py": ([], "squared_relu and its gradient are right"),
     "serve_and_call.py": (["numbers", "six zero"], "whole: sechs null"),
     "train_on_two_processes.py": (["shared", "train.tsv", "--steps", "2"], "2 updates by two processes"),
     "translate_file.py": (["numbers", "test.en", "test.hyp", "--num_beams", "2"], "8 lines"),
