@@ -144,10 +144,9 @@ class BERT(PretrainedModel):
         self.local_rotary: RotaryEmbedding | None = None
         if config.positions == "rotary":
             sizes = (config.size_of_head, config.max_len)
-            base, speeds = config.rotary_base, RotarySpeeds(None)
-            if config.rotary_scaling is not None:
-                speeds = config.scaling.speeds(config.size_of_head, base)
-            self.rotary = RotaryEmbedding(*sizes, base, speeds=speeds.speeds, scale=speeds.scale, **factory)
+            base = config.rotary_base
+            scaling = RotarySpeeds(None) if config.scaling is None else config.scaling.speeds(config.size_of_head, base)
+            self.rotary = RotaryEmbedding(*sizes, base, speeds=scaling.speeds, scale=scaling.scale, **factory)
             if config.local_rotary_base is not None:
                 self.local_rotary = RotaryEmbedding(*sizes, config.local_rotary_base, **factory)
         elif config.positions != "relative":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from fastformer.models.common import Norm, StackConfig, as_flags, check_heads, inner_size
-from fastformer.models.rotary_scaling import RotaryScaling, as_scaling
+from fastformer.models.rotary_scaling import as_scaling
 from fastformer.nn.embedding import check_buckets
 from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
@@ -142,20 +142,15 @@ class BERTConfig(StackConfig):
                 f"expected heads of an even size (rotary rotates pairs), got {self.size_of_head} (d_model "
                 f"{self.d_model}, num_heads {self.num_heads})"
             )
-        if self.rotary_scaling is not None:
+        if (scaling := self.scaling) is not None:
             if self.positions != "rotary":
                 raise ValueError(f"expected positions 'rotary' for rotary_scaling, got {self.positions!r}")
-            self.scaling.check(self.size_of_head, self.rotary_base, self.max_len)
+            scaling.check(self.size_of_head, self.rotary_base, self.max_len)
         if self.local_rotary_base is not None:
             if self.positions != "rotary":
                 raise ValueError(f"expected positions 'rotary' for local_rotary_base, got {self.positions!r}")
             if not any(self.windows):
                 raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
-
-    @property
-    def scaling(self) -> RotaryScaling:
-        """The checked rotary_scaling, which isn't None."""
-        return cast(RotaryScaling, self.rotary_scaling)
 
     @property
     def width(self) -> int:

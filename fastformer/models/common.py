@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
+from fastformer.models.rotary_scaling import RotaryScaling
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import PositionalEncoding, RelativePositionBias, RotaryEmbedding, RotaryPositions
 from fastformer.nn.feed_forward import is_gated
@@ -48,6 +49,12 @@ class StackConfig:
     head_dim: int | None
     window_size: int | None
     window_layers: tuple[bool, ...] | None
+    rotary_scaling: dict[str, Any] | None
+
+    @property
+    def scaling(self) -> RotaryScaling | None:
+        """The checked rotary_scaling, a `RotaryScaling`."""
+        return cast("RotaryScaling | None", self.rotary_scaling)
 
     @property
     def size_of_head(self) -> int:

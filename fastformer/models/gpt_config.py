@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from fastformer.models.common import Activation, Norm, StackConfig, as_flags, check_heads, inner_size
-from fastformer.models.rotary_scaling import RotaryScaling, as_scaling
+from fastformer.models.rotary_scaling import as_scaling
 from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
 
@@ -193,8 +193,3 @@ class GPTConfig(StackConfig):
     def rotary_dim(self) -> int:
         """The number of a head's features that are rotated."""
         return int(self.size_of_head * self.rotary_fraction)
-
-    @property
-    def scaling(self) -> RotaryScaling | None:
-        """The checked rotary_scaling, a `RotaryScaling`."""
-        return cast("RotaryScaling | None", self.rotary_scaling)

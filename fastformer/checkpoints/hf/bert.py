@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastformer.checkpoints.hf.common import THEIR_ACTIVATIONS, activation_of, flag_of, number_of
+from fastformer.checkpoints.hf.common import ACTIVATIONS, THEIR_ACTIVATIONS, activation_of, flag_of, number_of
 from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, check_form, layer_names
 from fastformer.checkpoints.hf.encoder import POSITIONS, EncoderForm
 from fastformer.models import BERTConfig
@@ -46,8 +46,16 @@ def check_only(settings: Mapping[str, Any]) -> None:
         raise ValueError(f"expected a model with all heads, got pruned_heads {settings['pruned_heads']!r:.60}")
 
 
-def bert_options(settings: Mapping[str, Any], unused: int = 0) -> dict[str, Any]:
-    """Returns the options of a BERT from its settings; the first `unused` positions of its table belong to no token."""
+def bert_options(
+    settings: Mapping[str, Any], unused: int = 0, activations: Mapping[str, str] = ACTIVATIONS
+) -> dict[str, Any]:
+    """Returns the options of a BERT from its settings.
+
+    Args:
+        settings: the settings.
+        unused: how many positions at the start of its table belong to no token.
+        activations: the family's names of activations, each with fastformer's.
+    """
     check_only(settings)
     dropout = settings.get("hidden_dropout_prob", 0.1)
     head_dropout = settings.get("classifier_dropout")
@@ -57,7 +65,7 @@ def bert_options(settings: Mapping[str, Any], unused: int = 0) -> dict[str, Any]
         "num_layers": number_of(settings, "num_hidden_layers"),
         "d_ff": number_of(settings, "intermediate_size"),
         "layer_norm_eps": settings.get("layer_norm_eps", 1e-12),
-        "activation": activation_of(settings, "hidden_act", "gelu"),
+        "activation": activation_of(settings, "hidden_act", "gelu", activations),
         "dropout": dropout,
         "attention_dropout": settings.get("attention_probs_dropout_prob", 0.1),
         "head_dropout": dropout if head_dropout is None else head_dropout,
@@ -75,35 +83,36 @@ def _behind_pad(pad: object) -> int:
     return pad + 1 if isinstance(pad, int) else 0
 
 
-def bert_settings(config: BERTConfig, name: str, **expected: Any) -> dict[str, Any]:
+def bert_settings(
+    config: BERTConfig, name: str, *free: str, activations: Mapping[str, str] = THEIR_ACTIVATIONS, **expected: Any
+) -> dict[str, Any]:
     """Returns the settings that a BERT's options are saved as.
 
     Args:
         config: the config of the model.
         name: the name of the family.
+        free: options that the family's settings contain beside those of a BERT.
+        activations: fastformer's names of activations, each with the family's.
         expected: options whose values differ from a BERT's, or that may have several values: see `check_form`.
 
     Raises:
         ValueError: the model has options that the family doesn't have.
     """
-    check_form(
-        config,
-        {
-            "activation": (*THEIR_ACTIVATIONS,),
-            "head_dim": (None, config.d_model // config.num_heads),
-            **dict.fromkeys(("attention_bias", "norm_bias", "linear1_bias"), (None, True)),
-            **expected,
-        },
-        [name for name in _FREE if name not in expected],
-        name,
-    )
+    expected = {
+        "activation": (*activations,),
+        "head_dim": (None, config.d_model // config.num_heads),
+        **dict.fromkeys(("attention_bias", "norm_bias", "linear1_bias"), (None, True)),
+        **expected,
+    }
+    of_all = [option for option in _FREE if option not in expected]
+    check_form(config, {key: expected[key] for key in expected if key not in free}, [*of_all, *free], name)
     return {
         "hidden_size": config.d_model,
         "num_attention_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
         "intermediate_size": config.d_ff,
         "layer_norm_eps": config.layer_norm_eps,
-        "hidden_act": THEIR_ACTIVATIONS[config.activation],
+        "hidden_act": activations[config.activation],
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.attention_dropout,
         "classifier_dropout": config.head_dropout,

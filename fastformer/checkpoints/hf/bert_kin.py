@@ -174,7 +174,7 @@ def _albert_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _albert_settings(config: BERTConfig) -> dict[str, Any]:
     if config.layer_groups is None or config.embedding_size is None:
         raise MisfitError("layer_groups", "expected an ALBERT, with layer_groups and an embedding_size, got None")
-    expected = {"embedding_size": config.embedding_size, "layer_groups": config.layer_groups}
+    expected: dict[str, Any] = {"embedding_size": config.embedding_size, "layer_groups": config.layer_groups}
     settings = bert_settings(config, "ALBERT", head="bert", **expected)
     check_types(config, "ALBERT")
     return {

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.checkpoints.hf.bert import BERT_FORM, bert_options, check_types
-from fastformer.checkpoints.hf.common import activation_of, number_of
-from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, MisfitError, check_form, layer_names
+from fastformer.checkpoints.hf.bert import BERT_FORM, bert_options, bert_settings, check_types
+from fastformer.checkpoints.hf.common import number_of
+from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, MisfitError, layer_names
 from fastformer.checkpoints.hf.modernbert import GATED, GATED_THERE
 from fastformer.checkpoints.hf.rope import longest, read_rope, write_lengths, write_rope
 from fastformer.models import BERTConfig
@@ -29,10 +29,6 @@ _MODULES = {
     "norm2": ("post_mlp_layernorm",),
 }
 _NORMS = ("norm1", "norm2")
-_FREE = (
-    *("d_ff", "layer_norm_eps", "dropout", "attention_dropout", "head_dropout", "max_len", "token_types", "pooler"),
-    *("num_labels", "rotary_base", "rotary_scaling"),
-)
 # Names in files, of which joint matrices are cut into those of the modules: the patterns, and what replaces them.
 _NOMIC_FILES = {
     r"\bemb_ln\.": ("embeddings.LayerNorm.",),
@@ -72,13 +68,12 @@ def _open(state: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]]) -> 
 
 def _options(settings: Mapping[str, Any], usual: Mapping[str, Any], base: float, **biases: bool) -> dict[str, Any]:
     settings = {**usual, **settings}
-    options = bert_options({**settings, "hidden_act": "gelu"})
+    options = bert_options(settings, activations=GATED)
     rope = read_rope(settings, layers="full_attention", base=base)
     if (part := rope.get("rotary_fraction", 1.0)) != 1.0:
         raise ValueError(f"expected a model that rotates whole heads, got a partial_rotary_factor of {part}")
     options |= {
         **rope,
-        "activation": activation_of(settings, "hidden_act", usual["hidden_act"], GATED),
         "positions": "rotary",
         "max_len": longest(settings, rope, grows=False),
         **biases,
@@ -88,33 +83,13 @@ def _options(settings: Mapping[str, Any], usual: Mapping[str, Any], base: float,
     return options if size == usual_size else {**options, "head_dim": size}
 
 
-def _settings(kind: str, config: BERTConfig, form: Mapping[str, Any], *free: str) -> dict[str, Any]:
-    """Returns the settings of a family.
-
-    Args:
-        kind: its model_type.
-        config: the config.
-        form: options that the family has, see `check_form`.
-        free: further options that its settings contain.
-    """
-    name = FORMS[kind].name
-    expected = {"activation": (*GATED_THERE,), "positions": "rotary", "head": "bert", **form}
-    check_form(config, expected, (*_FREE, *free), name)
-    return {
-        "model_type": kind,
-        "hidden_size": config.d_model,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "intermediate_size": config.d_ff,
-        "layer_norm_eps": config.layer_norm_eps,
-        "hidden_act": GATED_THERE[config.activation],
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.attention_dropout,
-        "classifier_dropout": config.head_dropout,
-        "type_vocab_size": config.token_types,
-        **write_lengths(config, grows=False),
-        **write_rope(config, 1.0),
-    }
+def _settings(kind: str, config: BERTConfig, *free: str, **form: Any) -> dict[str, Any]:
+    """Returns the settings of a family: its model_type, and see `bert_settings`."""
+    settings = bert_settings(
+        config, FORMS[kind].name, "rotary_base", "rotary_scaling", *free, activations=GATED_THERE, positions="rotary",
+        head="bert", **form,
+    )  # fmt: skip
+    return {"model_type": kind, **settings, **write_lengths(config, grows=False), **write_rope(config, 1.0)}
 
 
 def _nomic_options(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,8 +103,9 @@ def _nomic_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nomic_settings(config: BERTConfig) -> dict[str, Any]:
-    form = {"bias": False, "norm_bias": True, "attention_bias": (None, False), "linear1_bias": (None, False)}
-    settings = _settings("nomic_bert", config, form, "head_dim")
+    none = (None, False)
+    form = {"bias": False, "norm_bias": True, "attention_bias": none, "linear1_bias": none}
+    settings = _settings("nomic_bert", config, "head_dim", **form)
     check_types(config, "Nomic BERT")
     return {**settings, "head_dim": config.size_of_head}
 
@@ -141,9 +117,7 @@ def _gte_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gte_settings(config: BERTConfig) -> dict[str, Any]:
-    form = {"linear1_bias": False, "norm_bias": (None, True), "attention_bias": (None, True)}
-    settings = _settings("gte", config, {**form, "head_dim": (None, config.d_model // config.num_heads)},
-                         "activation_dropout")  # fmt: skip
+    settings = _settings("gte", config, "activation_dropout", linear1_bias=False)
     if config.activation_dropout != config.dropout:
         raise MisfitError(
             "activation_dropout",
