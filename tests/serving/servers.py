@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -34,9 +35,30 @@ def running(served: Path | Service, limits: Limits | None = None, **options: Any
         yield Running(f"http://{host}:{port}", service)
 
 
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time a test moves on, so that no test waits for a limit of time."""
+
+    _skipped = 0.0
+
+    def time(self) -> float:
+        return super().time() + self._skipped
+
+    def skip(self, seconds: float) -> None:
+        """Moves the time on, from another thread, and returns when what was due then has been done."""
+
+        async def move() -> None:
+            self._skipped += seconds
+            for _ in range(10):  # turns of the loop: a timer that closes a connection, the callbacks after it, ...
+                await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(move(), self).result(60)
+
+
 @contextlib.contextmanager
-def listening(app: Any, limits: Limits, **config: Any) -> Iterator[tuple[Any, tuple[str, int]]]:
-    """Runs an application on uvicorn in a thread; yields the server and its address."""
+def listening(
+    app: Any, limits: Limits, clock: Clock | None = None, **config: Any
+) -> Iterator[tuple[Any, tuple[str, int]]]:
+    """Runs an application on uvicorn in a thread, on a loop if one is given; yields the server and its address."""
     import uvicorn
 
     from fastformer.serving.protocol import protocol_of
@@ -44,7 +66,14 @@ def listening(app: Any, limits: Limits, **config: Any) -> Iterator[tuple[Any, tu
     server = uvicorn.Server(uvicorn.Config(app, http=protocol_of(limits), ws="none", log_level="critical", **config))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+
+    def run() -> None:
+        if clock is None:
+            server.run(sockets=[listener])
+        else:
+            clock.run_until_complete(server.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         until(lambda: server.started)
@@ -53,6 +82,8 @@ def listening(app: Any, limits: Limits, **config: Any) -> Iterator[tuple[Any, tu
         server.should_exit = True
         thread.join(20)
         listener.close()
+        if clock is not None and not thread.is_alive():
+            clock.close()
     assert not thread.is_alive(), "the server doesn't end"
 
 

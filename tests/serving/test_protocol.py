@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
 
 from fastformer.serving.limits import Limits
-from tests.serving.servers import listening, until
+from tests.serving.servers import Clock, listening, until
 
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
@@ -23,7 +21,8 @@ LARGE = 64 << 20  # bytes that no socket's buffers hold
 
 class App:
     """Answers /PATH with the path, /large with much data, and /wait when the client has left or `go` is set;
-    /begun begins an answer, and then waits in the same way. It answers /early before it has read the body.
+    /begun begins an answer, and then waits in the same way. It answers /early before it has read the body, and /unread
+    with as much as the system takes and a little more.
 
     Attributes:
         paths: the paths of requests that were begun.
@@ -36,6 +35,7 @@ class App:
         self.gone: list[str] = []
         self.ended: list[str] = []
         self.go = False
+        self.unsent: Callable[[], int] = lambda: 0  # bytes that the only connection has not sent
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
@@ -49,6 +49,14 @@ class App:
             if path.startswith(("/wait", "/begun")):
                 await self._wait(path, receive)
             if path == "/begun":
+                return
+            if path == "/unread":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await asyncio.sleep(0)  # after which the bytes are the system's, as far as it takes them
+                while not self.unsent():
+                    await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
+                    await asyncio.sleep(0)
+                await send({"type": "http.response.body", "body": b""})
                 return
             body = b"x" * LARGE if path == "/large" else path.encode()
             headers = [(b"content-length", str(len(body)).encode())]
@@ -71,6 +79,7 @@ class Served(NamedTuple):
     app: App
     place: tuple[str, int]
     server: Any
+    clock: Clock
 
     def connected(self, **options: Any) -> socket.socket:
         client = socket.socket()
@@ -85,28 +94,18 @@ class Served(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(limits: Limits, idle_s: float = 2) -> Iterator[Served]:
-    app = App()
-    with listening(app, limits, lifespan="off", timeout_keep_alive=idle_s) as (server, place):
-        yield Served(app, place, server)
+def serving(limits: Limits, idle_s: float = 1000) -> Iterator[Served]:
+    app, clock = App(), Clock()
+    with listening(app, limits, clock, lifespan="off", timeout_keep_alive=idle_s) as (server, place):
+        app.unsent = lambda: sum(one.transport.get_write_buffer_size() for one in server.server_state.connections)
+        yield Served(app, place, server, clock)
         app.go = True
-
-
-def hasty() -> contextlib.AbstractContextManager[Served]:
-    """Starts a server whose time limits are short."""
-    return serving(Limits(body_s=0.4, write_s=0.3))
 
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    with hasty() as one:
-        yield one
-
-
-@pytest.fixture
-def patient() -> Iterator[Served]:
-    """Starts a server whose time limits no test reaches, so that it ends connections for other reasons."""
-    with serving(Limits(body_s=60, write_s=60)) as one:
+    """Starts a server that waits 100 s for a head and for a client that doesn't read, and 1000 s for a request."""
+    with serving(Limits(body_s=100, write_s=100)) as one:
         yield one
 
 
@@ -127,35 +126,79 @@ def test_a_client_that_never_reads_is_disconnected(served) -> None:
     for path in ("/large", "/small"):
         with served.connected(SO_RCVBUF=4096) as client:
             client.sendall(get(path, *(["Connection: close"] if path == "/small" else [])))
-            until(lambda: len(served.app.ended) > 0)  # noqa: B023
-            until(lambda: not served.connections())
-            served.app.ended.clear()
+            until(lambda: path in served.app.paths)  # noqa: B023
+            if path == "/large":
+                served.clock.skip(80)
+                assert served.connections() == 1
+                served.clock.skip(30)
+                served.clock.skip(110)  # the system may have taken more of the data at first
+            until(lambda: path in served.app.ended and not served.connections())  # noqa: B023
 
 
-def a_slow_client_gets_the_whole_response() -> None:
-    with serving(Limits(body_s=60, write_s=1)) as served, served.connected(SO_RCVBUF=65536) as client:
+@pytest.mark.parametrize("end", ["asked", "idle", "shutdown"])
+def test_a_closed_connection_does_not_wait_for_a_client_that_never_reads(served, end) -> None:
+    with served.connected(SO_RCVBUF=4096) as client:
+        client.sendall(get("/unread", *(["Connection: close"] if end == "asked" else [])))
+        until(lambda: "/unread" in served.app.ended)
+        if end == "idle":
+            served.clock.skip(1010)
+        elif end == "shutdown":
+            served.server.should_exit = True
+        until(lambda: all(one.transport.is_closing() for one in served.server.server_state.connections))
+        served.clock.skip(80)
+        assert served.connections() == 1
+        served.clock.skip(30)
+        until(lambda: not served.connections(), 5)
+
+
+def test_a_slow_client_gets_the_whole_response(served) -> None:
+    with served.connected(SO_RCVBUF=65536) as client:
         client.sendall(get("/large", "Connection: close"))
-        count, last = 0, time.monotonic() + 1.5  # longer than a client that doesn't read at all may take
-        while part := client.recv(1 << 16 if time.monotonic() < last else 1 << 20):
+        count = steps = 0
+        while part := client.recv(1 << 20):
             count += len(part)
-            if time.monotonic() < last:
-                time.sleep(0.004)
-        assert count > LARGE
+            if count > (steps + 1) * (8 << 20):
+                steps += 1
+                served.clock.skip(80)  # three of them are longer than a client that doesn't read at all may take
+        assert count > LARGE and steps > 6
 
 
-def a_head_comes_in_time() -> None:
-    with hasty() as served, contextlib.ExitStack() as held:
-        clients = []
-        for head in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nA: "):
-            clients.append(held.enter_context(served.connected()))
-            clients[-1].sendall(head)
-        began = time.monotonic()
-        for client in clients:
-            assert everything(client) == b"" and time.monotonic() - began > 0.2
+@pytest.mark.parametrize("head", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nA: "])
+def test_a_head_comes_in_time(served, head) -> None:
+    with served.connected() as client:
+        client.sendall(head)
+        until(served.connections)
+        served.clock.skip(80)
+        assert served.connections() == 1
+        served.clock.skip(30)
+        assert everything(client) == b""
 
 
-def a_limit_of_time_ends_the_connections_that_it_is_for(short: str) -> None:
-    seconds = {"body_s": 60.0, "write_s": 60.0, "idle_s": 60.0, short: 0.2}
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (get("/a"), b"\r\n"),  # a line that old clients send too many
+        (get("/a"), b"GET / HTTP/1.1\r\nHost:"),
+        (b"POST /early HTTP/1.1\r\nContent-Length: 2\r\n\r\n", b"xyGET / HTTP/1.1\r\nHost:"),
+    ],
+    ids=["a line", "a head", "behind a body"],
+)
+def test_a_later_head_comes_in_time_too(served, first, then) -> None:
+    with served.connected() as client:
+        client.sendall(first)
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        client.sendall(then)
+        [connection] = served.server.server_state.connections
+        until(lambda: connection.timeout_keep_alive_task is None)  # the server has read it
+        served.clock.skip(80)
+        assert served.connections() == 1
+        served.clock.skip(30)
+        until(lambda: not served.connections(), 5)
+
+
+@pytest.mark.parametrize("short", ["body_s", "write_s", "idle_s"])
+def test_a_limit_of_time_ends_the_connections_that_it_is_for(short) -> None:
+    seconds = {"body_s": 1000.0, "write_s": 1000.0, "idle_s": 1000.0, short: 100.0}
     of_client = {
         "body_s": b"GET / HTTP/1.1\r\nHost:",  # a head without its end
         "write_s": get("/large"),  # whose answer isn't read
@@ -171,65 +214,54 @@ def a_limit_of_time_ends_the_connections_that_it_is_for(short: str) -> None:
         def connected() -> set[str]:
             return {names[each.client] for each in served.server.server_state.connections}
 
-        until(lambda: {"/large", "/small"} <= {*served.app.paths})
+        until(lambda: {"/large", "/small"} <= {*served.app.paths} and "/small" in served.app.ended)
+        served.clock.skip(80)
+        assert connected() == of_client.keys()
+        for _ in range(3):
+            served.clock.skip(110)
         until(lambda: connected() == of_client.keys() - {short})
-        time.sleep(0.3)  # in which a limit that ends the wrong ones would end them
-        assert connected() == of_client.keys() - {short}
 
 
-def a_head_behind_another_request_comes_in_time_too() -> None:
-    with hasty() as served:
-        with served.connected() as client:
-            client.sendall(get("/a") + b"GET /b HTTP/1.1\r\nHost:")
-            began = time.monotonic()
-            assert everything(client).endswith(b"/a") and 0.2 < time.monotonic() - began < 5
-        with served.connected() as client:  # its time is over before the answer is
-            client.sendall(get("/wait") + b"GET /c HTTP/1.1\r\nHost:")
-            until(lambda: "/wait" in served.app.paths)
-            time.sleep(0.6)
-            served.app.go = True
-            began = time.monotonic()
-            assert everything(client).endswith(b"/wait") and time.monotonic() - began < 5
-        assert not {"/b", "/c"} & {*served.app.paths}
+def test_a_head_behind_another_request_comes_in_time_too(served) -> None:
+    with served.connected() as client:
+        client.sendall(get("/a") + b"GET /b HTTP/1.1\r\nHost:")
+        until(lambda: "/a" in served.app.ended)
+        served.clock.skip(80)
+        assert served.connections() == 1
+        served.clock.skip(30)
+        assert everything(client).endswith(b"/a")
+    with served.connected() as client:  # its time is over before the answer is
+        client.sendall(get("/wait") + b"GET /c HTTP/1.1\r\nHost:")
+        until(lambda: "/wait" in served.app.paths)
+        served.clock.skip(150)
+        assert served.connections() == 1
+        served.app.go = True
+        until(lambda: "/wait" in served.app.ended)
+        served.clock.skip(110)
+        assert everything(client).endswith(b"/wait")
+    assert not {"/b", "/c"} & {*served.app.paths}
 
 
-def an_answer_may_take_longer_than_a_head() -> None:
-    with hasty() as served, served.connected() as client:
+def test_an_answer_may_take_longer_than_a_head(served) -> None:
+    with served.connected() as client:
         client.sendall(get("/wait") + b"\r\n")  # old clients send a line too many
-        time.sleep(0.7)
+        until(lambda: "/wait" in served.app.paths)
+        served.clock.skip(150)
         served.app.go = True
         assert client.recv(65536).endswith(b"/wait")
         client.sendall(get("/again", "Connection: close"))
         assert everything(client).endswith(b"/again")
 
 
-def another_protocol_is_not_spoken(protocol: str) -> None:
-    with serving(Limits(body_s=60, write_s=60), idle_s=60) as patient:  # which closes no connection for being idle
-        with patient.connected() as client:
-            client.sendall(get("/a", "Connection: Upgrade", f"Upgrade: {protocol}") + b"\x81\x05hello" * 100)
-            assert everything(client).endswith(b"/a")
-        with patient.connected() as client:
-            body = "Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\nxy"
-            client.sendall(f"POST /b HTTP/1.1\r\nHost: x\r\n{body}".encode())
-            assert everything(client).endswith(b"/b")
-
-
-def test_what_takes_its_time_is_ended_in_time_and_not_before() -> None:
-    """Most of these wait, so they wait at once, each with a server of its own."""
-    cases: list[tuple[Callable[..., None], str]] = [
-        (a_slow_client_gets_the_whole_response, ""),
-        (a_head_comes_in_time, ""),
-        *((a_limit_of_time_ends_the_connections_that_it_is_for, short) for short in ("body_s", "write_s", "idle_s")),
-        (a_head_behind_another_request_comes_in_time_too, ""),
-        (an_answer_may_take_longer_than_a_head, ""),
-        *((another_protocol_is_not_spoken, protocol) for protocol in ("websocket", "h2c")),
-    ]
-    with ThreadPoolExecutor(len(cases)) as threads:
-        begun = [threads.submit(case, *filter(None, [of])) for case, of in cases]
-    failed = {f"{case.__name__} {of}": each.exception() for (case, of), each in zip(cases, begun, strict=True)}
-    for name, error in failed.items():
-        if error is not None:
-            raise AssertionError(name) from error
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+def test_another_protocol_is_not_spoken(served, protocol) -> None:
+    with served.connected() as client:
+        client.sendall(get("/a", "Connection: Upgrade", f"Upgrade: {protocol}") + b"\x81\x05hello" * 100)
+        assert everything(client).endswith(b"/a")
+    with served.connected() as client:
+        body = "Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\nxy"
+        client.sendall(f"POST /b HTTP/1.1\r\nHost: x\r\n{body}".encode())
+        assert everything(client).endswith(b"/b")
 
 
 @pytest.mark.parametrize(
@@ -240,38 +272,38 @@ def test_what_takes_its_time_is_ended_in_time_and_not_before() -> None:
         b"GET /a HTTP/1.1\r\n" + b"A" * 40_000 + b": " + b"b" * 40_000 + b"\r\n",
     ],
 )  # fmt: skip
-def test_a_head_stays_within_its_size_in_one_piece_too(patient, line) -> None:
-    with patient.connected() as client:
-        until(patient.connections)
-        [connection] = patient.server.server_state.connections
+def test_a_head_stays_within_its_size_in_one_piece_too(served, line) -> None:
+    with served.connected() as client:
+        until(served.connections)
+        [connection] = served.server.server_state.connections
         connection.loop.call_soon_threadsafe(connection.data_received, line + b"\r\n")
-        assert everything(client).startswith(b"HTTP/1.1 400") and not patient.app.paths
+        assert everything(client).startswith(b"HTTP/1.1 400") and not served.app.paths
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_head_of_64_kib_is_read(patient, more) -> None:
+def test_a_head_of_64_kib_is_read(served, more) -> None:
     """The names and values of its fields count, and its URL."""
     value = b"b" * ((64 << 10) - len(b"/a" + b"Host" + b"x" + b"A") + more)
-    with patient.connected() as client:
-        until(patient.connections)
-        [connection] = patient.server.server_state.connections
+    with served.connected() as client:
+        until(served.connections)
+        [connection] = served.server.server_state.connections
         head = b"GET /a HTTP/1.1\r\nHost: x\r\nA: " + value + b"\r\n\r\n"
         connection.loop.call_soon_threadsafe(connection.data_received, head)
-        until(lambda: "/a" in patient.app.paths) if not more else everything(client)
-        assert ("/a" in patient.app.paths) == (not more)
+        until(lambda: "/a" in served.app.paths) if not more else everything(client)
+        assert ("/a" in served.app.paths) == (not more)
 
 
-def test_each_head_of_60_kib_on_a_connection_is_answered(patient) -> None:
+def test_each_head_of_60_kib_on_a_connection_is_answered(served) -> None:
     cookie = f"Cookie: a={'b' * (60 << 10)}"
-    with patient.connected() as client:
+    with served.connected() as client:
         client.sendall(get("/", cookie))
         assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
         client.sendall(get("/", cookie, "Connection: close"))
         assert b"HTTP/1.1 200 " in everything(client)
 
 
-def test_an_error_is_not_sent_into_an_answer(patient) -> None:
-    with patient.connected() as client:
+def test_an_error_is_not_sent_into_an_answer(served) -> None:
+    with served.connected() as client:
         client.sendall(get("/begun"))
         said = client.recv(1000)
         client.sendall(b"no HTTP\r\n\r\n")
@@ -300,10 +332,10 @@ def test_connections_beyond_the_most_are_refused_and_fill_no_log(caplog) -> None
             assert everything(client).endswith(b"/a")
 
 
-def test_a_refused_connection_is_closed_in_a_moment(monkeypatch) -> None:
-    monkeypatch.setattr("fastformer.serving.protocol._REFUSED_SECONDS", 0.1)
+def test_a_refused_connection_is_closed_in_a_moment() -> None:
     with serving(Limits(max_connections=1, body_s=60)) as found, found.connected(), found.connected() as refused:
         assert everything(refused).startswith(b"HTTP/1.1 503")
+        found.clock.skip(2)
 
         def is_closed() -> bool:
             try:
@@ -315,7 +347,7 @@ def test_a_refused_connection_is_closed_in_a_moment(monkeypatch) -> None:
         until(is_closed, 10)
 
 
-def test_a_head_stays_within_its_size(patient) -> None:
+def test_a_head_stays_within_its_size(served) -> None:
     bombs = [
         b"GET /" + b"a" * 1_000_000, b"GET / HTTP/1.1\r\nA: " + b"a" * 1_000_000,
         b"GET / HTTP/1.1\r\n" + b"A: bbbbbbbbbbbbbbbb\r\n" * 50_000,
@@ -323,23 +355,23 @@ def test_a_head_stays_within_its_size(patient) -> None:
         b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: bbbbbbbbbbbbbbbb\r\n" * 50_000,
     ]  # fmt: skip
     for bomb in bombs:
-        with patient.connected() as client:
+        with served.connected() as client:
             with contextlib.suppress(ConnectionError):
                 for first in range(0, len(bomb), 10_000):
                     client.sendall(bomb[first : first + 10_000])
             assert b"200 OK" not in everything(client)
-    until(lambda: not patient.connections())
-    with patient.connected() as client:  # a large body is no head, and neither is one in small pieces
+    until(lambda: not served.connections())
+    with served.connected() as client:  # a large body is no head, and neither is one in small pieces
         body = b"x" * 200_000
         client.sendall(f"POST /a HTTP/1.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         assert everything(client).endswith(b"/a")
-        with patient.connected() as other:
+        with served.connected() as other:
             other.sendall(b"POST /b HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
             other.sendall(b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n")
             assert everything(other).endswith(b"/b")
 
 
-def test_no_endless_body_is_read_after_its_answer(patient) -> None:
+def test_no_endless_body_is_read_after_its_answer(served) -> None:
     part = b"x" * (1 << 20)
 
     def sent(client: socket.socket, size: int, most: int) -> int:
@@ -353,11 +385,11 @@ def test_no_endless_body_is_read_after_its_answer(patient) -> None:
                 return place
         return most
 
-    with patient.connected() as client:  # each request may be large
+    with served.connected() as client:  # each request may be large
         assert [sent(client, 40, 40) for _ in range(2)] == [40, 40]
         client.sendall(get("/again", "Connection: close"))
         assert everything(client).endswith(b"/again")
-    with patient.connected() as client:
+    with served.connected() as client:
         assert sent(client, 1000, 200) < 200
 
 
