@@ -145,6 +145,20 @@ def test_a_prompt_that_is_cut_leaves_room_for_a_quarter(run, model, ran, caplog)
     out = ran("generate", run, prompt, "--cut", "--greedy", "--min_new_tokens", "10").out
     end = generate(model, [TOKENIZER.encode(prompt[20:])], max_new_tokens=10, min_new_tokens=10)[0].tolist()
     assert out == prompt[:20] + TOKENIZER.decode(end) + "\n" and "40 positions" in caplog.text
+    for size, is_cut in ((34, False), (35, True)):  # with --max_new_tokens 6
+        caplog.clear()
+        ran("generate", run, prompt[:size], "--cut", "--greedy", *FEW)
+        assert ("cut the beginning" in caplog.text) == is_cut, size
+
+
+def test_a_neutral_value_contradicts_nothing(run, ran) -> None:
+    """A script may give every flag."""
+    due = ran("generate", run, "a", "--greedy", *FEW).out
+    words = "--num_beams 1 --num_return_sequences 1 --temperature 1 --top_k 0 --top_p 1"
+    assert ran("generate", run, "a", "--greedy", *words.split(), *FEW).out == due
+    beams = ["--num_beams", "2", *FEW]
+    neutral = words.split()[4:]
+    assert ran("generate", run, "a", *beams, *neutral).out == ran("generate", run, "a", *beams).out
 
 
 PROMPTS = ["two words", "", "a", "the third one, the longest by far", "ä"]

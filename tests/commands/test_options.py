@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
 from fastformer.cli import main
+from fastformer.commands._options import add_fields
 from fastformer.data import ByteTokenizer
 from fastformer.generation import GenerationConfig, Translator
 from fastformer.models import GPT, Transformer
@@ -112,3 +115,24 @@ def test_a_file_may_name_the_precision_as_the_flag_does(command, folders, search
         assert main([*run, *flags]) == 0
     # Weights that are loaded as bf16 say it themselves.
     assert [config.precision for config in searched] == ["int8", "int8", None]
+
+
+def test_a_flag_of_a_field_has_its_type_its_default_and_its_first_sentence() -> None:
+    @dataclass
+    class Options:
+        """Options.
+
+        Attributes:
+            count: how many rows, over
+                two lines
+            share: how much of a row, 0.5 say. More of it is in the guide.
+        """
+
+        count: int = 3
+        share: float | None = None
+
+    parser = ArgumentParser()
+    assert add_fields(parser, Options, ["share", "count"]) == {"share": float | None, "count": int}
+    flags = {action.dest: (action.default, action.help) for action in parser._actions}
+    assert flags["count"] == (3, "how many rows, over two lines")
+    assert flags["share"] == (None, "how much of a row, 0.5 say")

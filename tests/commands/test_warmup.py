@@ -65,11 +65,38 @@ def test_warmup_reports_and_writes_the_prepared_kernels(tmp_path: Path) -> None:
         Resolved("_two_kernel", 90, "c", "compiler", 2.5, None),
     ]
     first, *rest = told(made, 9.0)
-    assert "3 kernels" in first and "1 from a file" in first and "2 from Triton" in first and "4.5 s" in first
+    assert (
+        "3 kernels" in first
+        and "1 from a file" in first
+        and "2 from Triton" in first
+        and "4.5 s" in first
+        and "9.0 s" in first
+    )
     assert rest == ["  _two_kernel 2"]
     assert "2 kernels" in written(made, tmp_path)
     written([made[1]._replace(key="d")], tmp_path)
     assert set(BinaryFile(tmp_path / "sm_90.kernels").keys()) == {"a", "b", "d"}  # beside what was there
+
+
+@pytest.mark.parametrize("kind", ["Transformer", "GPT", "BERT"])
+def test_both_alignments_of_short_and_long_texts_are_tried(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text leaves room for the tokens of a search, and a short one is the longest that is asked for."""
+    seen = list[tuple[Any, ...]]()
+
+    def noted(texts: torch.Tensor) -> torch.Tensor:
+        assert texts.unique().tolist() == [19]  # the last id: a table of embeddings is read to its end
+        seen.append((torch.is_inference_mode_enabled(), *texts.shape))
+        return texts
+
+    used = model(kind)
+    name = "encode" if kind == "BERT" else "loss"
+    plain, search = getattr(used, name), generation.generate
+    monkeypatch.setattr(used, name, lambda texts, *others: plain(noted(texts), *others))
+    monkeypatch.setattr(generation, "generate", lambda _, texts, **options: search(_, noted(texts), **options))
+    for length, sizes in ((100, {16, 21, 24}), (18, {15, 16, 18}), (2, {2})):
+        seen.clear()
+        run_all(calls(used, 3, length, True))
+        assert {*seen} == {(infers, rows, size) for infers in (True, False) for rows in (1, 3) for size in sizes}
 
 
 @pytest.mark.parametrize("kind", ["Transformer", "GPT", "BERT"])
