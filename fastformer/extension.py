@@ -59,7 +59,7 @@ def cpu_capability() -> str:
 def cpu_flags() -> frozenset[str]:
     """Returns the flags of the CPU; empty if the system doesn't list them."""
     try:
-        lines = _CPUS.read_text().split("\n")
+        lines = _CPUS.read_text(encoding="utf-8").split("\n")
     except OSError:
         return frozenset()
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
@@ -126,6 +126,6 @@ def _num_cores() -> int:
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {*range(os.cpu_count() or 1)}
     files = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in usable]
     try:
-        return len({file.read_text() for file in files})
+        return len({file.read_text(encoding="utf-8") for file in files})
     except OSError:
         return len(usable)

@@ -260,6 +260,12 @@ def test_files_have_at_most_600_lines() -> None:
     assert not long, f"two files each: {', '.join(long)}"
 
 
+def test_the_encoding_of_a_file_is_named() -> None:
+    """Without a name it is the one of the system, which isn't UTF-8 everywhere."""
+    bare = [str(path) for path in MODULES if ".read_text()" in path.read_text(encoding="utf-8")]
+    assert not bare, ", ".join(bare)
+
+
 # No text that a user or a newcomer reads hides its actor; `python -m tests.english --list` finds the places.
 
 

@@ -287,6 +287,15 @@ def test_bad_calls_are_refused(speech: SpeechModel) -> None:
     assert not len(empty) and speech.generate(empty, []) == [] and speech.detect_language(empty) == []
 
 
+def test_a_vocabulary_without_a_mark_is_named(folder: Path) -> None:
+    path = folder / "vocabulary.json"
+    text = path.read_text()
+    for mark in ("startoftranscript", "endoftext", "nospeech", "notimestamps"):
+        path.write_text(text.replace(f"<|{mark}|>", "<|other|>"))
+        with pytest.raises(ValueError, match=rf"token <\|{mark}\|>"):
+            load_speech(folder)
+
+
 def test_folders_that_are_no_whisper_are_refused(folder: Path, tmp_path: Path) -> None:
     assert is_speech_folder(folder) and not is_speech_folder(tmp_path)
     others = FOREIGN.parent / "ctranslate2" / "marian"

@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import zipfile
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -65,6 +66,36 @@ def test_a_kill_while_parts_replace_others_leaves_some(tmp_path, monkeypatch) ->
     assert found is not None and torch.equal(found[1]["model"]["a"], state(3, 2.0)["model"]["a"])
     remove_left_parts(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_the_tensors_of_parts_take_their_places(tmp_path) -> None:
+    whole = {**state(3), "optimizer": {"state": {"a": {"step": 1, "sum": None}}}}
+    weights = whole.pop("model")
+    places = {"x": ["model", "a"], "y": ["model", "b"], "z": ["optimizer", "state", "a", "sum"]}
+    tensors = {"x": weights["a"], "y": weights["b"], "z": torch.ones(2)}
+
+    def write(**given) -> Path:
+        folder = begin_parts(tmp_path, 3)
+        (folder / "part").write_bytes(b"1")
+        return finish_parts(folder, tmp_path, 3, {**whole, "model": {}, "parts": places, **given}, keep_last=1)
+
+    path = write()
+    found = load_checkpoint(path, lambda folder: tensors)
+    assert torch.equal(found["model"]["a"], weights["a"]) and torch.equal(found["model"]["b"], weights["b"])
+    assert found["optimizer"]["state"]["a"]["sum"] is tensors["z"] and found["optimizer"]["state"]["a"]["step"] == 1
+    assert found.keys() == {"config", "model", "counters", "ema", "optimizer"}
+    for others in ({"x": tensors["x"]}, {**tensors, "more": torch.ones(1)}, {"x": 0, "y": 0, "other": 0}):
+        with pytest.raises(ValueError, match="hold 3 tensors"):
+            load_checkpoint(path, lambda folder, others=others: others)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="one file"):
+        load_checkpoint(path)
+    with pytest.raises(ValueError, match="one file"):
+        load_checkpoint(write(parts=None), lambda folder: tensors)
+    with pytest.raises(ValueError, match="finite"):
+        load_checkpoint(write(), lambda folder: {**tensors, "x": weights["a"] / 0})
+    (path / "part").write_bytes(b"2")
+    with pytest.raises(ValueError, match="part is damaged"):
+        load_checkpoint(path, lambda folder: tensors)
 
 
 def test_a_cut_or_flipped_byte_anywhere_is_noticed(tmp_path, caplog) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from fastformer.serving import Limits, open_service
+from tests.encoding.folders import D_MODEL
 from tests.serving import models
 from tests.serving.asking import serving
-from tests.serving.test_fields import CASES, TOOLS
+from tests.serving.test_fields import CASES, ENDED, TOOLS
 
 pytest.importorskip("httpx", reason="the httpx library is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
@@ -40,6 +41,15 @@ ROWS: list[tuple[str, str, str, Callable[[int], dict[str, Any]]]] = [
     ("max_text_chars", "encoder", "/embed", lambda n: {"inputs": "a" * n}),
     ("max_text_chars", "ranker", "/rerank", lambda n: {"query": "a", "texts": ["a" * n]}),
     ("max_text_chars", "ranker", "/rerank", lambda n: {"query": "a" * n, "texts": ["a"]}),
+    ("max_texts", "ranker", "/v1/rerank", lambda n: {"query": "a", "documents": ["a"] * n}),
+    ("max_text_chars", "ranker", "/v1/rerank", lambda n: {"query": "a", "documents": ["a" * n]}),
+    ("max_text_chars", "ranker", "/v1/rerank", lambda n: {"query": "a" * n, "documents": ["a"]}),
+    ("max_texts", "ranker", "/predict", lambda n: {"inputs": [["a"]] * n}),
+    ("max_text_chars", "ranker", "/predict", lambda n: {"inputs": [["a", "a" * n]]}),
+    ("max_texts", "multi-vector", "/v1/multi-vector", lambda n: {"input": ["a"] * n}),
+    ("max_text_chars", "multi-vector", "/v1/multi-vector", lambda n: {"input": "a" * n}),
+    ("max_texts", "multi-vector", "/rerank", lambda n: {"query": "a", "documents": ["a"] * n}),
+    ("max_text_chars", "multi-vector", "/rerank", lambda n: {"query": "a" * n, "documents": ["a"]}),
     ("max_text_chars", "generator", "/v1/completions", lambda n: {"prompt": "a" * n, **FEW}),
     ("max_text_chars", "generator", "/v1/chat/completions", lambda n: said("a" * n)),
     ("max_text_chars", "generator", "/generate", lambda n: {"inputs": "a" * n, "parameters": {"max_new_tokens": 1}}),
@@ -73,7 +83,7 @@ GROUPS: list[dict[str, int]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["encoder", "ranker", "generator", "translator"])
+@pytest.mark.parametrize("kind", ["encoder", "ranker", "multi-vector", "generator", "translator"])
 async def test_a_limit_is_the_most_that_is_answered(kind, places) -> None:
     pair = PAIR if kind == "translator" else {}
     wide = Limits(max_alternatives=8)
@@ -91,6 +101,32 @@ async def test_a_limit_is_the_most_that_is_answered(kind, places) -> None:
                 taken = await client.post(route, json=body(most))
                 assert taken.status_code == 200, (route, most, taken.text)
                 assert more.status_code in (400, 413, 422) and more.text != taken.text, (route, most)
+
+
+ONE, SEEN = {"prompt": "a", **FEW}, {"attention": True, "max_new_tokens": 1}
+IDS = models.tokenizer().vocab_size - 1
+# Bounds that a model or a format sets: a kind of model, a route, the most, its body, and the field that is named.
+FIXED: list[tuple[str, str, int, Callable[[int], dict[str, Any]], str | None]] = [
+    ("generator", "/v1/completions", models.MAX_LEN - 1, lambda n: {**ONE, **ENDED, "max_tokens": n}, "max_tokens"),
+    ("generator", "/v1/completions", IDS, lambda n: {**ONE, "stop_token_ids": [n]}, "stop_token_ids"),
+    ("generator", "/v1/completions", IDS, lambda n: {**ONE, "logit_bias": {str(n): 1}}, "logit_bias"),
+    ("generator", "/v1/completions", IDS, lambda n: {"prompt": [n], **FEW}, "prompt"),
+    ("encoder", "/v1/embeddings", D_MODEL, lambda n: {"input": "a", "dimensions": n}, "dimensions"),
+    ("encoder", "/embed", D_MODEL, lambda n: {"inputs": "a", "dimensions": n}, None),
+    ("translator", "/v1/translate", 1000, lambda n: {**SEEN, "text": ("A dog. " * 200)[:n]}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["encoder", "generator", "translator"])
+async def test_a_bound_of_a_model_is_the_most_that_is_answered(kind, places) -> None:
+    async with serving(open_service(places[kind])) as client:
+        for of, route, most, body, param in FIXED:
+            if of != kind:
+                continue
+            taken, more = [await client.post(route, json=body(n)) for n in (most, most + 1)]
+            assert taken.status_code == 200, (route, most, taken.text)
+            assert more.status_code in (400, 413, 422), (route, most)
+            assert param is None or more.json()["error"]["param"] == param, (route, most)
 
 
 @pytest.mark.parametrize("more", [0, 1])
