@@ -50,7 +50,7 @@ EXTRAS = {
     "transformers": "hf",
     "jinja2": "chat",
     **dict.fromkeys(["fastapi", "starlette", "pydantic", "uvicorn", "httptools"], "serve"),
-    **dict.fromkeys(["av", "soundfile", "onnxruntime"], "audio"),
+    **dict.fromkeys(["av", "onnxruntime"], "audio"),
     **dict.fromkeys(["prometheus_client", "python_multipart", "py3langid"], "serve"),
 }
 # What a command needs beyond "train", so that a user installs once.

@@ -27,7 +27,6 @@ PACKAGES = (
     "matplotlib",
     "transformers",
     "av",
-    "soundfile",
     "silero-vad",
     "onnxruntime",
 )

@@ -404,17 +404,15 @@ def _run(extension: Any, session: Any, searches: Sequence[Any], tokens: list[int
         session.release(done)
         if any(left[place].is_broken for place in done):
             raise RuntimeError("expected finite logits, got NaN or infinity: are the states of this model?")
-        gone = {*done}
-        left = [search for place, search in enumerate(left) if place not in gone]
+        left = [search for place, search in enumerate(left) if place not in done]
         tokens = extension.last_tokens(left) if left else []
 
 
 def _result(search: Any, prefix: list[int], eot: int, length_penalty: float, has_scores: bool) -> SpeechResult:
     sequences, scores = [], []
     for tokens, log_probs, _ in search.results():
-        sequence = [*prefix, *(tokens[:-1] if tokens[-1:] == [eot] else tokens)]
-        sequences.append(sequence)
-        scores.append(sum(log_probs) / max(1, len(sequence)) ** length_penalty)
+        sequences.append([*prefix, *(tokens[:-1] if tokens[-1:] == [eot] else tokens)])
+        scores.append(sum(log_probs) / max(1, len(sequences[-1])) ** length_penalty)
     return SpeechResult(sequences, scores if has_scores else [], search.probed)
 
 

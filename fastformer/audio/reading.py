@@ -1,6 +1,6 @@
 """Reads audio from files, bytes and arrays: one channel of 16 kHz, at once or a part at a time.
 
-With `av` (an extra) all formats of FFmpeg are read, with `soundfile` those of libsndfile, without either WAV.
+WAV of one channel at 16 kHz in 16 bits is read as it is, and all other formats of FFmpeg by `av` (an extra).
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import bisect
 import importlib.util
 import io
 import itertools
-import math
 import os
-import struct
 import tempfile
+import wave
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -24,10 +23,7 @@ from fastformer.audio.results import Segment
 Source: TypeAlias = "str | os.PathLike[str] | BinaryIO | bytes | np.ndarray[Any, Any]"
 
 _IN_MEMORY = 64 << 20  # bytes; a longer recording is held in a temporary file
-_BLOCK = 1 << 16  # samples, or frames of a file, that are read together
-_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE  # the encodings of WAV
-_FORMAT_BYTES = 40  # of WAV's longest description of an encoding
-_ZEROS, _ROLLOFF = 6, 0.99  # of the resampling filter
+_BLOCK = 1 << 16  # samples that are read together
 
 
 class Recording:
@@ -156,9 +152,7 @@ def open_audio(source: Source | Recording, *, max_seconds: float | None = None) 
     return source
 
 
-def decode_audio(
-    input_file: Source, sampling_rate: int = RATE, split_stereo: bool = False
-) -> Array | tuple[Array, Array]:
+def decode_audio(input_file: Source, sampling_rate: int = RATE, split_stereo: bool = False) -> Array:
     """Returns the samples of audio at 16 kHz, in fp32, as faster-whisper's function of this name does.
 
     Raises:
@@ -180,38 +174,49 @@ def _decoded(file: Any, max_seconds: float | None) -> Recording:
     name = getattr(file, "name", "the audio")
     if not hasattr(file, "seekable") or not file.seekable():
         file = io.BytesIO(file.read())
-    head = _read(file, 12)
-    if not head:
+    file.seek(0)
+    if not file.read(1):
         raise ValueError(f"{name} is empty: expected audio")
-    wav = _wav_form(file) if head[:4] in (b"RIFF", b"RF64") and head[8:] == b"WAVE" else None
-    is_plain = wav is not None and wav[:4] == (_PCM, 1, RATE, 16) and wav.size > 0 and head[:4] == b"RIFF"
-    package = None if is_plain else next(filter(importlib.util.find_spec, _PACKAGES), None)
-    if package is not None:
+    file.seek(0)
+    blocks = _plain_wav(file)
+    if blocks is None:
         file.seek(0)
-        return _stored(_PACKAGES[package](file, name), max_seconds)
-    if wav is None:
-        raise ValueError(
-            f"expected audio as WAV, got another format in {name}: for other formats pip install 'fastformer[audio]'"
-        )
-    return _stored(_as_int16(_wav_samples(file, wav, name), wav.rate), max_seconds)
+        if importlib.util.find_spec("av") is None:
+            raise ValueError(
+                f"expected WAV of one channel at {RATE:,} Hz in 16 bits, got another format in {name}: for all others "
+                "pip install 'fastformer[audio]'"
+            )
+        blocks = _with_av(file, name)
+    return _stored(blocks, max_seconds)
 
 
-def _stored(blocks: Iterable[np.ndarray[Any, Any]], max_seconds: float | None) -> Recording:
-    """Stores blocks of 16-bit samples at `RATE`, those of a long recording on disk."""
+def _stored(blocks: Iterable[bytes], max_seconds: float | None) -> Recording:
+    """Stores the bytes of 16-bit samples at `RATE`, those of a long recording on disk."""
     file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
-    length = 0
+    size = 0
     try:
         for block in blocks:
-            file.write(block.tobytes())
-            length += block.size
-            _check_length(length, max_seconds)
+            file.write(block)
+            size += len(block)
+            _check_length(size // 2, max_seconds)
     except BaseException:
         file.close()
         raise
-    return Recording(length, file=file)
+    return Recording(size // 2, file=file)
 
 
-def _with_av(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
+def _plain_wav(file: Any) -> Iterator[bytes] | None:
+    """Returns the samples of a WAV file that has them as they are stored here; None: it has another form."""
+    try:
+        audio = wave.open(file)  # noqa: SIM115
+    except (wave.Error, EOFError, RuntimeError):  # the last: of a chunk whose size is damaged
+        return None
+    if audio.getparams()[:3] != (1, 2, RATE) or not audio.getnframes():
+        return None
+    return iter(lambda: audio.readframes(_BLOCK), b"")
+
+
+def _with_av(file: Any, name: Any) -> Iterator[bytes]:
     import av
 
     try:
@@ -224,7 +229,7 @@ def _with_av(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
                 if frame is not None:
                     frame.pts = None  # times that jump are no reason to stop
                 for part in resampler.resample(frame):
-                    yield part.to_ndarray().reshape(-1)
+                    yield part.to_ndarray().tobytes()
     except av.error.FFmpegError as error:
         raise ValueError(f"expected audio in {name}, which FFmpeg can't read: {error.strerror}") from error
 
@@ -235,123 +240,3 @@ def _frames(packet: Any, errors: type[Exception]) -> list[Any]:
         return list(packet.decode())
     except errors:
         return []
-
-
-def _with_soundfile(file: Any, name: Any) -> Iterator[np.ndarray[Any, Any]]:
-    import soundfile
-
-    try:
-        with soundfile.SoundFile(file) as audio:
-            blocks = (block.mean(1) for block in audio.blocks(_BLOCK, dtype="float32", always_2d=True))
-            yield from _as_int16(blocks, audio.samplerate)
-    except soundfile.LibsndfileError as error:
-        raise ValueError(f"expected audio in {name}, which libsndfile can't read: {error}") from error
-
-
-_PACKAGES = {"av": _with_av, "soundfile": _with_soundfile}  # the first that is installed reads what isn't plain WAV
-
-
-class _Wav(NamedTuple):
-    """The form of a WAV file: its encoding, and the bytes of its samples; -1: it has none, not even an empty chunk."""
-
-    kind: int = 0
-    channels: int = 0
-    rate: int = 0
-    bits: int = 0
-    size: int = -1
-
-
-def _wav_form(file: Any) -> _Wav:
-    """Reads a WAV file from behind its first 12 bytes up to its samples."""
-    form = _Wav()
-    while len(head := _read(file, 8)) == 8:
-        tag, size = head[:4], struct.unpack("<I", head[4:])[0]
-        if tag == b"data":
-            return form._replace(size=size)
-        body = _read(file, min(size, _FORMAT_BYTES)) if tag == b"fmt " else b""
-        file.seek(size + size % 2 - len(body), io.SEEK_CUR)  # the size of a damaged file may be any
-        if tag == b"fmt " and len(body) >= 16:
-            kind, channels, rate, _, _, bits = struct.unpack("<HHIIHH", body[:16])
-            if kind == _EXTENSIBLE and len(body) >= 26:
-                kind = struct.unpack("<H", body[24:26])[0]
-            form = _Wav(kind, channels, rate, bits)
-    return form
-
-
-def _read(file: Any, size: int) -> bytes:
-    """Returns as many bytes as are asked for, fewer only at the end; a file object may return fewer at a time."""
-    data = b""
-    while len(data) < size and (more := file.read(size - len(data))):
-        data += more
-    return data
-
-
-def _chunks(file: Any, form: _Wav) -> Iterator[bytes]:
-    """Yields the bytes of whole frames."""
-    frame, left = form.channels * form.bits // 8, form.size
-    while data := _read(file, min(left, _BLOCK * frame)):
-        left -= len(data)
-        yield data[: len(data) // frame * frame]
-
-
-def _wav_samples(file: Any, form: _Wav, name: Any) -> Iterator[Array]:
-    """Returns the samples of a WAV file, the mean of its channels."""
-    kind, channels, rate, bits, size = form
-    is_known = (kind == _PCM and bits in (8, 16, 24, 32)) or (kind == _FLOAT and bits in (32, 64))
-    if not is_known or not channels or not rate:
-        raise ValueError(
-            f"expected WAV of 8 to 32 bits or floats in {name}, got encoding {kind} with {bits} bits, {channels} "
-            f"channels and {rate} Hz: for other formats pip install 'fastformer[audio]'"
-        )
-    if size < 0:
-        raise ValueError(f"expected WAV with samples in {name}, got a file that ends before them or is damaged")
-    blocks = (_numbers(data, kind, bits) for data in _chunks(file, form))
-    return (samples.reshape(-1, channels).mean(1, dtype=np.float32) for samples in blocks)
-
-
-def _numbers(data: bytes, kind: int, bits: int) -> Array:
-    """Returns samples of WAV as numbers from -1 to 1."""
-    if kind == _FLOAT:
-        return np.frombuffer(data, f"<f{bits // 8}").astype(np.float32)
-    if bits == 8:
-        return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) * np.float32(2**-7)
-    if bits == 24:
-        padded = np.zeros((len(data) // 3, 4), np.uint8)
-        padded[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
-        return (padded.view("<i4").ravel() / 2**31).astype(np.float32)
-    return (np.frombuffer(data, f"<i{bits // 8}") / 2 ** (bits - 1)).astype(np.float32)
-
-
-def _as_int16(blocks: Iterable[Array], rate: int) -> Iterator[np.ndarray[Any, Any]]:
-    """Yields samples of a rate as 16-bit ones at `RATE`."""
-    for block in blocks if rate == RATE else _resampled(blocks, rate):
-        if not np.isfinite(block).all():
-            raise ValueError("expected finite samples, got NaN or infinite ones")
-        yield np.clip(np.rint(block * 32768), -32768, 32767).astype(np.int16)
-
-
-def _resampled(blocks: Iterable[Array], rate: int) -> Iterator[Array]:
-    """Converts blocks of samples from a rate to `RATE`, by a windowed sinc, with the same result for any blocks."""
-    shared = math.gcd(rate, RATE)
-    old, new = rate // shared, RATE // shared
-    if old > _BLOCK or new > _BLOCK:
-        raise ValueError(f"expected a usual sampling rate, got {rate:,} Hz")
-    cutoff = min(old, new) * _ROLLOFF
-    width = math.ceil(_ZEROS * old / cutoff)
-    times = np.arange(-width, width + old) / old - np.arange(new)[:, None] / new
-    phases = np.clip(times * cutoff, -_ZEROS, _ZEROS)
-    kernel = np.sinc(phases) * np.cos(phases * np.pi / _ZEROS / 2) ** 2 * (cutoff / old)
-    filters = kernel.astype(np.float32).T
-    # A step reads `old` samples with `width` before and after them, and gives `new` samples.
-    rest, total, given = np.zeros(width, np.float32), 0, 0
-    silence = np.zeros(2 * width + old, np.float32)
-    for block in itertools.chain(blocks, [silence]):
-        total += 0 if block is silence else len(block)
-        rest = np.concatenate([rest, block])
-        steps = max(0, len(rest) - 2 * width) // old
-        if steps:
-            windows = np.lib.stride_tricks.sliding_window_view(rest, len(filters))[: steps * old : old]
-            converted = (windows @ filters).reshape(-1)[: math.ceil(total * new / old) - given]
-            yield converted
-            given += len(converted)
-            rest = rest[steps * old :]

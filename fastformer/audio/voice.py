@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -21,10 +22,7 @@ logger = logging.getLogger("fastformer")
 _STEP, _CONTEXT = 512, 64  # samples that a probability is about, and those before them that the model reads too
 _BLOCK = 2_000  # probabilities that are computed together
 _SHORT_PAUSE = 98 * RATE // 1000  # the least pause at which a speech that is too long is split
-_SILERO_ONNX = (
-    ("faster_whisper", "assets/silero_vad_v6.onnx"),
-    ("silero_vad", "data/silero_vad_16k_sequence.onnx"),
-)
+_SILERO = {"faster_whisper": "assets/silero_vad_v6.onnx", "silero_vad": "data/silero_vad_16k_sequence.onnx"}
 _LOUD, _AUDIBLE = 8.0, 1e-5  # times the noise's energy, and the least energy, of speech
 
 
@@ -153,12 +151,11 @@ def _silero() -> Callable[[Iterator[Array]], Iterator[Array]] | None:
     The copy of faster-whisper, if that is installed, finds the pauses that it finds there; silero-vad's is newer. No
     package is imported: silero-vad sets the process's number of threads to 1.
     """
-    files = [_data_file(*place) for place in _SILERO_ONNX] if importlib.util.find_spec("onnxruntime") else []
-    file = next((file for file in files if file is not None), None)
-    if file is None:
-        logger.info("silero-vad and onnxruntime are not installed: speech is told from silence by its energy")
-        return None
-    return functools.partial(_by_onnx, _onnx_session(file))
+    if importlib.util.find_spec("onnxruntime"):
+        for file in filter(None, itertools.starmap(_data_file, _SILERO.items())):
+            return functools.partial(_by_onnx, _onnx_session(file))
+    logger.info("silero-vad and onnxruntime are not installed: speech is told from silence by its energy")
+    return None
 
 
 def _data_file(package: str, name: str) -> Path | None:

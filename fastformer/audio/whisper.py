@@ -295,8 +295,7 @@ def _folder(name: str | os.PathLike[str], root: str | None) -> Path:
     cache = Path(root or os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
     for pattern in _HUB_NAMES:
         repository = cache / ("models--" + pattern.format(str(name).replace("/", "--")))
-        folders = [path.parent for path in repository.glob("snapshots/*/config.json")]
-        if folders:
+        if folders := [path.parent for path in repository.glob("snapshots/*/config.json")]:
             return max(folders, key=lambda path: path.stat().st_mtime)
     raise ValueError(
         f"expected the folder of a Whisper model, got {os.fspath(name)!r}, which is none; {NOT_DOWNLOADED}"

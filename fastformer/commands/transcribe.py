@@ -56,7 +56,7 @@ def transcribe(
 
     Args:
         folder: the folder of a Whisper that CTranslate2 or transformers saved
-        audio: files of audio, WAV or with the extra "audio" any; - or none is standard input
+        audio: files of audio, WAV of 16 kHz or with the extra "audio" any; - or none is standard input
         format: lines of text, subtitles of .srt or .vtt, or JSON with all facts, an object for each file
         out: the folder to write a file in for each audio, of the same name; needed for subtitles of several files
         language: the code of the language, such as en; auto detects it
