@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS
+from fastformer.checkpoints.hf.fields import FIELDS
 from fastformer.models import BERTConfig, GPTConfig
 from tests.checkpoints.test_hf_settings import OLD, SIZES
 
@@ -38,6 +39,12 @@ TOGETHER = (
     ("window_size", "window_layers", "rotary_layers"), ("rotary_scaling", "local_rotary_base", "window_size"),
     ("parallel_residual", "shared_norm"), ("num_experts", "expert_d_ff", "shared_expert_d_ff", "sparse_layers"),
 )  # fmt: skip
+# Names that a family's config of transformers lacks, and that its code or an older version reads.
+UNLISTED = {
+    "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct", "rotary_emb_base",
+    "global_rope_theta", "local_rope_theta", "global_attn_every_n_layers", "head_dim",
+}  # fmt: skip
+OF_FAMILIES = {"gemma": {"hidden_activation"}, "gpt_neox": {"num_key_value_heads"}}
 # What the tensors tell, or settings that all families have.
 ELSEWHERE = ("vocab_size", "special_ids", "tie_embeddings", "num_labels", "head", "head_dropout", "pooler")
 
@@ -91,6 +98,7 @@ def test_a_config_is_read_as_it_was_saved_or_refused(kind: str) -> None:
             written = forms[kind].settings(changed)
         except ValueError:
             continue
+        assert written.keys() <= FIELDS[kind] | UNLISTED | OF_FAMILIES.get(kind, set()), change
         if kind in ENCODER_FORMS:
             unused = SIZES["max_position_embeddings"] - config.max_len  # a table has rows that stand for no position
             written.setdefault("max_position_embeddings", changed.max_len + unused)

@@ -177,10 +177,11 @@ def _albert_settings(config: BERTConfig) -> dict[str, Any]:
     expected: dict[str, Any] = {"embedding_size": config.embedding_size, "layer_groups": config.layer_groups}
     settings = bert_settings(config, "ALBERT", head="bert", **expected)
     check_types(config, "ALBERT")
+    dropout = settings.pop("classifier_dropout")
     return {
         "model_type": "albert",
         **settings,
-        "classifier_dropout_prob": settings.pop("classifier_dropout"),
+        "classifier_dropout_prob": dropout,
         "embedding_size": config.embedding_size,
         "num_hidden_groups": config.layer_groups,
     }
