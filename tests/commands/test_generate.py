@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+import fastformer.generation
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.generation import generate
@@ -149,6 +150,13 @@ def test_a_prompt_that_is_cut_leaves_room_for_a_quarter(run, model, ran, caplog)
         caplog.clear()
         ran("generate", run, prompt[:size], "--cut", "--greedy", *FEW)
         assert ("cut the beginning" in caplog.text) == is_cut, size
+
+
+def test_weights_are_loaded_in_the_precision(run, ran, calls_of) -> None:
+    calls = calls_of(fastformer.generation, "generate")
+    for flags, dtype in (([], "float32"), (["--precision", "bf16"], "bfloat16"), (["--precision", "int8"], "float32")):
+        ran("generate", run, "a", "--greedy", *flags, *FEW)
+        assert {str(each.dtype) for each in calls.pop().args[0].parameters()} == {f"torch.{dtype}"}, flags
 
 
 def test_a_neutral_value_contradicts_nothing(run, ran) -> None:

@@ -115,4 +115,6 @@ def test_warmup_takes_each_kind_of_model(kind: str, ran: Ran, tmp_path: Path, mo
 
 def test_without_a_gpu_warmup_is_an_error(ran: Ran, tmp_path: Path) -> None:
     assert "GPU" in ran("warmup", str(tmp_path), "--device", "cpu", code=1).err
-    assert "batch size" in ran("warmup", str(tmp_path), "--batch_size", "0", code=1).err
+    assert "GPU" in ran("warmup", str(tmp_path), *["--device", "cpu", "--batch_size", "1", "--length", "1"], code=1).err
+    for flag in ("--batch_size", "--length"):
+        assert "batch size" in ran("warmup", str(tmp_path), flag, "0", code=1).err

@@ -164,6 +164,19 @@ async def test_connections_that_wait_when_the_server_stops_listening_are_answere
             connected(server)
 
 
+async def test_a_server_that_is_given_no_sockets_listens_where_uvicorn_does(translator_folder) -> None:
+    server = Server(make_app(open_service(translator_folder)))
+    server.config.port = 0
+    ended = asyncio.ensure_future(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+    server.should_exit = True
+    await ended
+
+
 # Files that the process may open beyond those that are open; connections that are wanted; those taken, in all and in a
 # turn of the event loop.
 AFFORDED = [(80, 1000, 60, 2), (80, 50, 50, 2), (80, 60, 60, 2), (5, 1000, 12, 1), (4096, 9000, 3072, 64),
