@@ -10,18 +10,30 @@ from torch import Tensor
 
 
 def plain_logits(
-    config, weights: Mapping[str, Tensor], tokens: Tensor, cached: Callable[[Tensor], Tensor] = lambda x: x
+    config,
+    weights: Mapping[str, Tensor],
+    tokens: Tensor,
+    cached: Callable[[Tensor], Tensor] = lambda x: x,
+    routed: Callable[[Tensor], object] = lambda experts: None,
 ) -> Tensor:
     """Returns the logits (seqlen, vocab_size) of one sequence (seqlen,), in the dtype of the weights.
 
     cached: what a cache makes of keys and of values, (seqlen, heads, size).
+    routed: is told the experts of a token, layer by layer and token by token.
     """
-    return _PlainGpt(config, weights, len(tokens), cached).logits(tokens)
+    return _PlainGpt(config, weights, len(tokens), cached, routed).logits(tokens)
 
 
 class _PlainGpt:
-    def __init__(self, config, weights: Mapping[str, Tensor], length: int, cached: Callable[[Tensor], Tensor]) -> None:
-        self.c, self.w, self.n, self.cached = config, weights, length, cached
+    def __init__(
+        self,
+        config,
+        weights: Mapping[str, Tensor],
+        length: int,
+        cached: Callable[[Tensor], Tensor],
+        routed: Callable[[Tensor], object],
+    ) -> None:
+        self.c, self.w, self.n, self.cached, self.routed = config, weights, length, cached, routed
         self.kv_heads = config.num_kv_heads or config.num_heads
         self.size = config.head_dim or config.d_model // config.num_heads
 
@@ -77,12 +89,14 @@ class _PlainGpt:
         if f"{place}.router.weight" not in self.w:
             return self.network(x, name)
         scores = self.linear(x, f"{place}.router")
-        weights = scores[:, : c.num_experts].softmax(-1)
+        # In fp32, as in transformers: rounded to bf16, different scores give equal weights.
+        weights = scores[:, : c.num_experts].softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         rows = []
         for token, score, weight in zip(x, scores, weights, strict=True):
             chosen = weight.argsort(descending=True)[: c.num_experts_per_tok]
+            self.routed(chosen)
             whole = weight[chosen].sum() if c.norm_topk_prob else 1.0
-            row = sum(weight[i] / whole * self.network(token, place, int(i)) for i in chosen)
+            row = sum((weight[i] / whole).to(x.dtype) * self.network(token, place, int(i)) for i in chosen)
             if c.shared_expert_d_ff is not None:
                 row = row + score[-1].sigmoid() * self.network(token, f"{place}.shared")
             rows.append(row)

@@ -15,6 +15,7 @@ from torch import nn
 
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import AddLayerNorm, SequenceLayout
+from fastformer.nn.mixture import recorded_router_logits
 from fastformer.ops import use_backend
 from tests.checks import RELAXED
 from tests.conftest import missing_backend
@@ -258,21 +259,32 @@ def test_exports(options):
         assert_same(exported(tokens), model(tokens), "logits")
 
 
-def step_of(model: GPT, backend: str | None = None) -> dict[str, torch.Tensor]:
-    """Returns the losses and gradients of the model on a backend, or of the plain model."""
+def step_of(model: GPT, backend: str | None = None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Returns the losses and gradients of the model on a backend, or of the plain model, and the experts of the tokens.
+
+    The experts are (rows, layers with experts, positions, num_experts_per_tok), each token's in ascending order.
+    """
     generator = torch.Generator().manual_seed(1)
     tokens, following = (torch.randint(0, V, (3, 7), generator=generator) for _ in range(2))
+    count = model.config.num_experts_per_tok
+    experts = torch.empty(3, 0, 7, count)
     with use_backend(backend or "reference"):
         if backend is not None:
-            losses = model.loss(tokens, following, reduction="none")
+            with recorded_router_logits() as scores:
+                losses = model.loss(tokens, following, reduction="none")
+            if scores:
+                experts = torch.stack([layer.topk(count).indices.view(3, 7, count) for layer in scores], 1)
         else:
             weights = dict(model.named_parameters())
-            logits = torch.cat([plain_logits(model.config, weights, row) for row in tokens])
+            chosen: list[torch.Tensor] = []
+            logits = torch.cat([plain_logits(model.config, weights, row, routed=chosen.append) for row in tokens])
+            if chosen:
+                experts = torch.stack(chosen).view(3, -1, 7, count)
             wide = logits if logits.dtype == torch.float64 else logits.float()
             losses = F.cross_entropy(wide, following.flatten(), reduction="none").view(3, 7)
         names, parameters = zip(*model.named_parameters(), strict=True)
         gradients = torch.autograd.grad((losses * torch.arange(21).view(3, 7)).sum(), parameters)
-    return {"losses": losses.detach(), **dict(zip(names, gradients, strict=True))}
+    return {"losses": losses.detach(), **dict(zip(names, gradients, strict=True))}, experts.sort(-1).values
 
 
 def check_step(options: dict[str, Any], backend: str, dtype: torch.dtype, our_draws: int = 8, draws: int = 8) -> None:
@@ -280,19 +292,26 @@ def check_step(options: dict[str, Any], backend: str, dtype: torch.dtype, our_dr
     squares.
 
     A query norm has a dozen numbers, whose largest error is a matter of luck. If fastformer's steps take long, there
-    are fewer of them than plain ones.
+    are fewer of them than plain ones. Draws in which bf16 makes either model send a token to other experts than fp64
+    does are left out: the scores nearly tie there, and an error is that of another expert.
     """
     if (reason := missing_backend(backend, "attention")) is not None:
         pytest.skip(reason)
-    ours, plain, exact = [], [], []
+    kept: list[list[dict[str, torch.Tensor]]] = []
     for draw in range(draws):
         torch.manual_seed(draw)
         model = model_of(dtype, gain=4.0, **options)  # larger ones make errors a matter of luck
-        plain.append(step_of(model))
-        ours.append(step_of(model, backend) if draw < our_draws else plain[-1])
-        exact.append(step_of(copy.deepcopy(model).double()))
-    for name in ours[0]:
-        actual, usual, right = (torch.stack([v[name].double() for v in steps]) for steps in (ours, plain, exact))
+        plain = step_of(model)
+        ours = step_of(model, backend) if draw < our_draws else plain
+        exact = step_of(copy.deepcopy(model).double())
+        if all(torch.equal(experts, exact[1]) for _, experts in (ours, plain)):
+            kept.append([values for values, _ in (ours, plain, exact)])
+    ties = draws // 4 if dtype == torch.bfloat16 else 0
+    assert len(kept) >= draws - ties, f"in {draws - len(kept)} of {draws} draws, tokens went to other experts"
+    for name in kept[0][0]:
+        actual, usual, right = (
+            torch.stack([step[name].double() for step in steps]) for steps in zip(*kept, strict=True)
+        )
         # What the gradients of queries and keys are relaxed by, which those of their norms are sums of.
         factor = 3.0 if "dq" in RELAXED and name.endswith(("q_norm.weight", "k_norm.weight")) else 2.0
         err_ours, err_plain = ((values - right).square().mean().sqrt() for values in (actual, usual))
