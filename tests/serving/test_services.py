@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastformer.serving import open_service
 from tests.audio import speech
@@ -62,6 +63,17 @@ def test_a_precision_reaches_each_kind_of_model(places, tmp_path) -> None:
     for folder in (*places.values(), *more):
         with pytest.raises(ValueError, match="int9"):
             open_service(folder, precision="int9")
+
+
+@pytest.mark.filterwarnings("ignore:.*which is a no-op:UserWarning")
+def test_a_device_reaches_each_kind_of_model(places, tmp_path) -> None:
+    for kind in ("generator", "translator"):  # which have a search, that needs numbers
+        with pytest.raises(ValueError, match="device meta"):
+            open_service(places[kind], device=torch.device("meta"))
+    more = (models.classifier(tmp_path / "ranker", 1), models.multi_vector(tmp_path / "multi-vector"))
+    for folder in (places["encoder"], *more):
+        service: Any = open_service(folder, device=torch.device("meta"))
+        assert {each.device.type for each in service.encoder.model.parameters()} == {"meta"}, folder
 
 
 def test_every_argument_has_a_row() -> None:
