@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 from types import ModuleType
 from typing import Any, Literal
 
 import pytest
 
-from fastformer.cli import main
+from fastformer.cli import COMMANDS, main
 from fastformer.commands import train
-from fastformer.commands._parsing import parse
+from fastformer.commands._parsing import make_parser, parse
+from fastformer.commands._words import is_text
 from fastformer.training.config import TrainConfig, merged
 from tests.covering import each
 
@@ -211,3 +213,35 @@ def test_the_help_explains_every_flag_in_plain_words(name, ran) -> None:
         assert word not in text, word
     if name == "train":
         assert "--resume [auto] " in text and "(an integer; default: 4096)" in text and "(a number in [0, 1))" in text
+
+
+# The arguments and flags of each command that are texts: their bytes are UTF-8, whatever the locale says of them. Those
+# of others are names, of files say.
+TEXTS = {
+    "translate": {"text", "prefix"}, "generate": {"prompt", "stop", "regex", "choices"},
+    "chat": {"system", "stop", "regex", "choices"}, "embed": {"text", "prompt", "prompt_name"}, "rank": {"query"},
+    "transcribe": {"initial_prompt", "prefix", "hotwords"}, "train": {"user_tokens"}, "prepare": {"user_tokens"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor"}))
+def test_texts_are_decoded_and_names_are_not(command, monkeypatch) -> None:
+    monkeypatch.setattr("fastformer.console.typed", lambda text: f"<{text}>")
+    module = importlib.import_module(f"fastformer.commands.{command}")
+    _, hints = make_parser(module, command)
+    parameters = inspect.signature(getattr(module, command)).parameters.values()
+    needed = {each.name: "a" for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD}
+    places = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    found = set()
+    for name in (name for name, hint in hints.items() if is_text(hint)):
+        if name in places:
+            words = ["a"] * max(places.index(name) + 1, len(needed.keys() & {*places}))
+        else:
+            words = ["a" for each in places if each in needed]
+        words += [f"--{each}=a" for each in {*needed, name} - {*places}]
+        value: Any = parse(module, command, words)
+        for part in name.split("."):
+            value = value[part]
+        assert value in ("a", "<a>", ["a"], ["<a>"]), name
+        found |= {name} if value in ("<a>", ["<a>"]) else set()
+    assert found == TEXTS.get(command, set())

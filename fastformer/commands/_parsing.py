@@ -210,7 +210,5 @@ def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict
     parser.add_function_arguments(typed, as_group=False, as_positional=True, skip={*optional})
     for p in parameters:
         if p.name in optional:
-            # Words are texts, "null" and the like too; only a missing argument is None.
-            kind = str if hints[p.name] == str | None else hints[p.name]
-            parser.add_argument(p.name, type=kind, nargs="?", default=p.default, help=texts[p.name])
+            parser.add_argument(p.name, type=hints[p.name], nargs="?", default=p.default, help=texts[p.name])
     return {p.name: hints[p.name] for p in parameters}
