@@ -33,6 +33,7 @@ PICTURES = Path(__file__).parents[1] / "pictures"
 # Okabe and Ito's colours, which are distinct for all kinds of colour vision. Their yellow is invisible on white, and
 # their black on black.
 VERMILLION, SKY, GREEN, BLUE, PURPLE, ORANGE = "#d55e00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7", "#e69f00"
+OLIVE = "#999933"  # Tol's, for a seventh program in one picture
 INK = "#767676"  # 4.5 : 1 against white and against black
 GREY = "#8c8c8c"  # the baseline
 _INK_ON = {"light": "#24292f", "dark": "#d8dee4"}
@@ -56,6 +57,7 @@ _COLORS = {
     "onnxruntime": BLUE,
     "llama.cpp": GREEN,
     "ik_llama.cpp": PURPLE,
+    "sentence-transformers": OLIVE,
     "transformers": SKY,
 }
 _OTHERS = (BLUE, GREEN, SKY, PURPLE, ORANGE)
