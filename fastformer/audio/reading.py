@@ -10,6 +10,7 @@ import importlib.util
 import io
 import itertools
 import os
+import sys
 import tempfile
 import wave
 from collections.abc import Iterable, Iterator
@@ -171,7 +172,8 @@ def _check_length(num_samples: int, max_seconds: float | None) -> None:
 
 def _decoded(file: Any, max_seconds: float | None) -> Recording:
     """Reads a file. One that ends in the middle gives the samples before."""
-    name = getattr(file, "name", "the audio")
+    name = getattr(file, "name", None)
+    name = name if isinstance(name, str | os.PathLike) else "the audio"  # that of a temporary file may be a number
     if not hasattr(file, "seekable") or not file.seekable():
         file = io.BytesIO(file.read())
     file.seek(0)
@@ -208,12 +210,19 @@ def _stored(blocks: Iterable[bytes], max_seconds: float | None) -> Recording:
 def _plain_wav(file: Any) -> Iterator[bytes] | None:
     """Returns the samples of a WAV file that has them as they are stored here; None: it has another form."""
     try:
-        audio = wave.open(file)  # noqa: SIM115
+        audio = wave.open(file, "rb")  # noqa: SIM115  # the file's own mode may be one that `wave` refuses, as "w+b"
     except (wave.Error, EOFError, RuntimeError):  # the last: of a chunk whose size is damaged
         return None
-    if audio.getparams()[:3] != (1, 2, RATE) or not audio.getnframes():
+    if audio.getparams()[:3] != (1, 2, RATE):
         return None
-    return iter(lambda: audio.readframes(_BLOCK), b"")
+    return _parts(file, 2 * audio.getnframes() or sys.maxsize)  # a size of 0 was never written
+
+
+def _parts(file: Any, size: int) -> Iterator[bytes]:
+    """Yields the next bytes of a file. (`readframes` stops at the end of RIFF, whose size is wrong in some files.)"""
+    while size and (part := file.read(min(size, 2 * _BLOCK))):
+        size -= len(part)
+        yield part
 
 
 def _with_av(file: Any, name: Any) -> Iterator[bytes]:

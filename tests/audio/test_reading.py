@@ -6,6 +6,7 @@ import importlib.util
 import io
 import struct
 import sys
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,11 @@ def test_paths_files_bytes_and_arrays_are_the_same(tmp_path, without_av) -> None
 
     expected = decode_audio(data)
     whole = np.round(samples.astype(np.float64) * 32767).astype(np.int16)
-    for source in (tmp_path / "a.wav", str(tmp_path / "a.wav"), io.BytesIO(data), io.BufferedReader(Pipe()), whole):
-        np.testing.assert_array_equal(decode_audio(source), expected)
+    with tempfile.TemporaryFile() as temporary, open(tmp_path / "a.wav", "r+b") as changing:
+        temporary.write(data)
+        files = (io.BytesIO(data), io.BufferedReader(Pipe()), temporary, changing)
+        for source in (tmp_path / "a.wav", str(tmp_path / "a.wav"), *files, whole):
+            np.testing.assert_array_equal(decode_audio(source), expected)
 
 
 @needs_av
@@ -175,13 +179,39 @@ def test_what_needs_no_package_is_the_same_by_one() -> None:
             decode_audio(bad)
 
 
-@needs_av
-def test_a_size_that_was_never_written_is_none() -> None:
-    """Programs that write to a pipe leave the size of the samples 0, or the largest."""
+def with_sizes(file: bytes, **sizes: int) -> bytes:
+    """Returns a file with other sizes of its chunks."""
+    for tag, size in sizes.items():
+        place = file.index(tag.encode()) + 4
+        file = file[:place] + struct.pack("<I", size) + file[place + 4 :]
+    return file
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 0}, {"data": 2**32 - 1}, {"RIFF": 1000}, {"RIFF": 2**32 - 1, "data": 2**32 - 1}], ids=str
+)
+def test_a_size_that_was_never_written_is_none(sizes, without_av) -> None:
+    """Programs that write to a pipe leave the size of the samples 0, or the largest; others miscount the whole."""
     data = wav(sound(1))
-    place = data.index(b"data") + 4
-    for size in (b"\0\0\0\0", b"\xff\xff\xff\xff"):
-        np.testing.assert_array_equal(decode_audio(data[:place] + size + data[place + 4 :]), decode_audio(data))
+    np.testing.assert_array_equal(decode_audio(with_sizes(data, **sizes)), decode_audio(data))
+
+
+@needs_av
+def test_a_file_without_any_size_is_read_by_the_package() -> None:
+    data = wav(sound(1))
+    np.testing.assert_array_equal(decode_audio(with_sizes(data, RIFF=0, data=0)), decode_audio(data))
+
+
+def test_what_follows_the_samples_is_none() -> None:
+    data = wav(sound(1))
+    np.testing.assert_array_equal(decode_audio(data + b"LIST\4\0\0\0abcd"), decode_audio(data))
+
+
+def test_a_file_that_has_a_number_for_a_name_is_not_called_by_it(without_av) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(b"no audio at all, but a text")
+        with pytest.raises(ValueError, match="in the audio"):
+            decode_audio(file)
 
 
 @needs_av
