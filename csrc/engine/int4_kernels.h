@@ -10,6 +10,7 @@
 #pragma once
 
 #include "engine/packed_kernels.h"
+#include "engine/tiles.h"
 
 namespace fastformer {
 
@@ -17,6 +18,12 @@ constexpr int64_t kGroupBlocks = 4;
 constexpr int64_t kNibbleBytes = kGroupBlocks * kStepBytes;
 constexpr int64_t kScaleBytes = 2 * kPanelColumns;
 constexpr int64_t kGroupBytes = 2 * kGroupBlocks * 4;  // bytes of a group in a row of activations
+
+// For many rows, a panel is unpacked to bytes first: for each half of 32 columns and each group, two tiles of 16
+// columns (8 steps, 16 columns, 4 bytes).
+constexpr int64_t kTileStepBytes = 4 * kTileColumns;
+constexpr int64_t kTileBytes = 2 * kGroupBlocks * kTileStepBytes;
+constexpr int64_t kHalfBytes = 2 * kTileBytes;
 
 // The data after the groups of a panel.
 struct GroupedTail {
@@ -234,6 +241,90 @@ void rows_times_groups(const GroupedTile& tile) {
     }
 }
 
+// The operands of one call of a kernel for unpacked panels. `right` and `scales` are those of its first column.
+struct UnpackedTile {
+  const char* left;  // first row
+  int64_t left_stride;
+  const float* left_scale;
+  const int32_t* left_zero;
+  const char* right;
+  const float* scales;  // (groups, 64)
+  int64_t groups;
+  const GroupedTail* tail;
+  int64_t column;     // the index of the first column in the panel
+  const char* ahead;  // the memory to prefetch, and how many cache lines of it for each group
+  int64_t lines;
+  float* out;
+  int64_t ld;
+};
+
+using UnpackedKernel = void (*)(const UnpackedTile&);
+
+// Multiplies kRows rows by kVecs vectors of an unpacked panel, with dot products. The fp32 sums are in memory, so that
+// the registers have room for more rows than in rows_times_groups, and each load of a weight serves more products.
+template <int kVecs, int kRows>
+void rows_times_bytes(const UnpackedTile& tile) {
+  constexpr int kVecsOfTile = kTileColumns / V::size;
+  static_assert(kVecs % kVecsOfTile == 0 && kVecs <= 2 * kVecsOfTile, "whole tiles of one half");
+  const UnpackedTile t = tile;
+  RowPointers<kRows> left(t.left, t.left_stride);
+  const char *right = t.right, *ahead = t.ahead;
+  const float* scales = t.scales;
+  float* out = t.out + t.column;
+  alignas(64) float memory[kRows * kVecs * V::size];
+  float* waiting = memory;
+#pragma GCC unroll 1
+  for (int i = 0; i < kRows * kVecs; ++i) V(0.f).store(waiting + i * V::size);
+#pragma GCC unroll 1
+  for (int64_t g = 0; g < t.groups; ++g, right += kHalfBytes, scales += kPanelColumns) {
+#pragma GCC unroll 1
+    for (int64_t line = 0; line < t.lines; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+    // Results go to rows that are far apart. Unless these places are in a cache, stores wait, and loads behind them.
+    if (g < kRows)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; v += kVecsOfTile)
+        _mm_prefetch(reinterpret_cast<const char*>(out + g * t.ld + v * V::size), _MM_HINT_T1);
+    Lanes sum[kRows][kVecs];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = broadcast(0);
+#pragma GCC unroll 8
+    for (int step = 0; step < 2 * kGroupBlocks; ++step, left.advance()) {
+      const char* const at = right + step * kTileStepBytes;
+      Lanes w[kVecs];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v)
+        w[v] = load_lanes(at + v / kVecsOfTile * kTileBytes + v % kVecsOfTile * sizeof(V));
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Lanes x = DotInt8::left(left[r]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = DotInt8::add(sum[r][v], w[v], x);
+      }
+    }
+    V scale[kVecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) scale[v] = V::load(scales + v * V::size);
+    // Without this, GCC 12 keeps a second copy of the fp32 sums on the stack. Without "memory", it spills some of them.
+    asm volatile("" : "+r"(waiting)::"memory");
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) {
+        float* at = waiting + (r * kVecs + v) * V::size;
+        fmadd(to_floats(sum[r][v]), scale[v], V::load(at)).store(at);
+      }
+  }
+#pragma GCC unroll 1
+  for (int r = 0; r < kRows; ++r, out += t.ld)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v)
+      finish_groups(V::load(waiting + (r * kVecs + v) * V::size), 1, *t.tail, t.column + v * V::size, t.left_scale[r],
+                    t.left_zero[r])
+          .store(out + v * V::size);
+}
+
 using GroupedKernels = KernelTable<GroupedKernel, 3>;
 constexpr std::array<int, 3> kGroupLines{0, 2, 5};  // cache lines per block
 
@@ -245,6 +336,21 @@ GroupedKernels grouped_kernels_of() {
       reached<Path, GroupedKernels>([](int64_t, int64_t passes, int which) { return (which == 2) == (passes == 1); });
   return kernel_table<Path, GroupedKernels, kReached>(
       []<int v, int r, int which>() { return rows_times_groups<Path, v, r, kGroupLines[which]>; });
+}
+
+// For unpacked panels: the shape of most rows.
+struct DotBytes {
+  static constexpr std::array<Shape, 1> kShapes{DotInt8::kShapes.back()};
+};
+
+using UnpackedKernels = KernelTable<UnpackedKernel, 1>;
+
+// The kernels for kFewest rows and more.
+template <int64_t kFewest>
+UnpackedKernels unpacked_kernels() {
+  constexpr auto kReached = reached<DotBytes, UnpackedKernels>(
+      [](int64_t, int64_t passes, int) { return passes >= Walk(DotBytes::kShapes, 1, kFewest).passes(); });
+  return kernel_table<DotBytes, UnpackedKernels, kReached>([]<int v, int r, int>() { return rows_times_bytes<v, r>; });
 }
 
 }  // namespace fastformer
