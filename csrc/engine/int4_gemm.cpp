@@ -167,7 +167,7 @@ void unpack_panel(const PackedWeight& w, const char* group, UnpackedPanel& to) {
 }
 
 // From this many rows on, faster products of bytes outweigh the cost of unpacking: those of AMX, and dot products, with
-// which 24 rows took 1.08 times as long, 64 rows 0.88 times and 256 rows 0.83 times (Emerald Rapids, AVX-512).
+// which 24 rows took 1.08 times as long, 64 rows 0.90 times and 256 rows 0.84 times (Emerald Rapids, AVX-512).
 constexpr int64_t kFewestUnpacked = 32;
 
 // Multiplies by AMX, group by group, on panels unpacked to bytes. All else is as in the kernels. The sums of some
