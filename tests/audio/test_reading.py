@@ -165,9 +165,17 @@ def test_other_forms_of_wav_need_a_package(other, without_av) -> None:
 def test_a_long_recording_is_refused_and_one_without_samples_is_not() -> None:
     with pytest.raises(ValueError, match="0.5 seconds"):
         open_audio(wav(sound(1)), max_seconds=0.5)
+    assert len(open_audio(wav(sound(1)), max_seconds=1)) == 16_000
     assert len(open_audio(wav([]))) == 0
     with pytest.raises(FileNotFoundError):
         open_audio("no such file.wav")
+
+
+def test_no_more_is_read_than_a_recording_may_have() -> None:
+    file = io.BytesIO(wav(np.zeros(16_000 * 60)))
+    with pytest.raises(ValueError, match="10 seconds"):
+        open_audio(file, max_seconds=10)
+    assert file.tell() < len(file.getvalue()) // 2
 
 
 @needs_av

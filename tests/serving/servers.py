@@ -67,11 +67,16 @@ def listening(
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
 
+    async def serve() -> None:
+        await server.serve(sockets=[listener])
+        # A `skip` may be what ended it.
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+
     def run() -> None:
         if clock is None:
             server.run(sockets=[listener])
         else:
-            clock.run_until_complete(server.serve(sockets=[listener]))
+            clock.run_until_complete(serve())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

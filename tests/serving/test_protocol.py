@@ -20,7 +20,7 @@ LARGE = 64 << 20  # bytes that no socket's buffers hold
 
 
 class App:
-    """Answers /PATH with the path, /large with much data, and /wait when the client has left or `go` is set;
+    """Answers /PATH with the path, /large and /less with much data, and /wait when the client has left or `go` is set;
     /begun begins an answer, and then waits in the same way. It answers /early before it has read the body, and /unread
     with as much as the system takes and a little more.
 
@@ -58,7 +58,8 @@ class App:
                     await asyncio.sleep(0)
                 await send({"type": "http.response.body", "body": b""})
                 return
-            body = b"x" * LARGE if path == "/large" else path.encode()
+            size = {"/large": LARGE, "/less": LARGE // 4}.get(path)
+            body = b"x" * size if size else path.encode()
             headers = [(b"content-length", str(len(body)).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -130,8 +131,8 @@ def test_a_client_that_never_reads_is_disconnected(served) -> None:
             if path == "/large":
                 served.clock.skip(80)
                 assert served.connections() == 1
-                served.clock.skip(30)
-                served.clock.skip(110)  # the system may have taken more of the data at first
+                for seconds in (30, 110, 110):  # the system may take more of the data at first
+                    served.clock.skip(seconds)
             until(lambda: path in served.app.ended and not served.connections())  # noqa: B023
 
 
@@ -144,7 +145,7 @@ def test_a_closed_connection_does_not_wait_for_a_client_that_never_reads(served,
             served.clock.skip(1010)
         elif end == "shutdown":
             served.server.should_exit = True
-        until(lambda: all(one.transport.is_closing() for one in served.server.server_state.connections))
+        until(lambda: all(one.transport.is_closing() for one in [*served.server.server_state.connections]))
         served.clock.skip(80)
         assert served.connections() == 1
         served.clock.skip(30)
@@ -163,6 +164,19 @@ def test_a_slow_client_gets_the_whole_response(served) -> None:
         assert count > LARGE and steps > 6
 
 
+def test_a_client_that_has_read_one_answer_has_all_the_time_for_the_next(served) -> None:
+    with served.connected() as client:
+        client.sendall(get("/less"))
+        left = LARGE // 4
+        while left > 0:
+            left -= len(client.recv(1 << 20))
+        served.clock.skip(80)
+        client.sendall(get("/large"))
+        until(lambda: "/large" in served.app.paths)
+        served.clock.skip(30)
+        assert served.connections() == 1
+
+
 @pytest.mark.parametrize("head", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nA: "])
 def test_a_head_comes_in_time(served, head) -> None:
     with served.connected() as client:
@@ -171,7 +185,19 @@ def test_a_head_comes_in_time(served, head) -> None:
         served.clock.skip(80)
         assert served.connections() == 1
         served.clock.skip(30)
+        until(lambda: not served.connections(), 5)
         assert everything(client) == b""
+
+
+def test_the_pieces_of_a_head_come_in_time_together(served) -> None:
+    with served.connected():
+        until(served.connections)
+        [connection] = served.server.server_state.connections
+        for piece in (b"GET / HT", b"TP/1.1\r\nHost: x\r\n", b"A: ", b"b"):
+            connection.loop.call_soon_threadsafe(connection.data_received, piece)
+            assert served.connections() == 1
+            served.clock.skip(30)
+        until(lambda: not served.connections(), 5)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +238,7 @@ def test_a_limit_of_time_ends_the_connections_that_it_is_for(short) -> None:
             client.sendall(data)
 
         def connected() -> set[str]:
-            return {names[each.client] for each in served.server.server_state.connections}
+            return {names[each.client] for each in [*served.server.server_state.connections]}
 
         until(lambda: {"/large", "/small"} <= {*served.app.paths} and "/small" in served.app.ended)
         served.clock.skip(80)
@@ -229,6 +255,7 @@ def test_a_head_behind_another_request_comes_in_time_too(served) -> None:
         served.clock.skip(80)
         assert served.connections() == 1
         served.clock.skip(30)
+        until(lambda: not served.connections(), 5)
         assert everything(client).endswith(b"/a")
     with served.connected() as client:  # its time is over before the answer is
         client.sendall(get("/wait") + b"GET /c HTTP/1.1\r\nHost:")
@@ -238,6 +265,7 @@ def test_a_head_behind_another_request_comes_in_time_too(served) -> None:
         served.app.go = True
         until(lambda: "/wait" in served.app.ended)
         served.clock.skip(110)
+        until(lambda: not served.connections(), 5)
         assert everything(client).endswith(b"/wait")
     assert not {"/b", "/c"} & {*served.app.paths}
 
