@@ -181,7 +181,7 @@ def test_padding_may_be_anywhere(name: str, side: str, calls: list[int]) -> None
     assert calls == [SEVERAL]
     calls[0] = 0
     batch = batch_of(case, side)
-    check(case, batch, read_of(batch))
+    check(case, batch, read_of(batch), several=True)  # a pooler's numbers are few
     sees_nothing = case.kind == "modernbert" and side == "left"  # windows from the first position end before a token
     assert (calls[0] == 0) == sees_nothing
 
