@@ -75,11 +75,13 @@ def install(options: dict) -> None:
 
 
 def hang_up() -> None:
-    """Closes every connection of this process."""
+    """Closes every connection of this process, but no socket that listens: gloo ends a process that can't accept."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                socket.socket(fileno=os.dup(descriptor)).shutdown(socket.SHUT_RDWR)
+                connection = socket.socket(fileno=os.dup(descriptor))
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def late_parts(write, seconds: float):

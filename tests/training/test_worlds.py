@@ -135,7 +135,8 @@ def test_a_process_without_network_is_named_by_all(tmp_path, rank) -> None:
     began = time.monotonic()
     options = {"deaf": [rank, 3]}
     said = worlds.train(2, tmp_path / "run", options=options, save_every=2, rank_timeout=20, fails=True)
-    assert LOST.search(said) and "Traceback" not in said, said
+    # The launcher ends with a traceback of its own.
+    assert LOST.search(said) and 'launched.py", line' not in said and "terminate called" not in said, said
     assert step_of(checkpoints(tmp_path / "run")[-1]) == 2
     assert time.monotonic() - began < 60 * SLOWNESS
 
