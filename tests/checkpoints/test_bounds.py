@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from fastformer.checkpoints import load_model
 from fastformer.checkpoints.gguf.file import read_gguf
 from fastformer.checkpoints.hf.adapters import load_adapter
 from fastformer.checkpoints.hf.compressed_tensors import read_schemes
+from fastformer.checkpoints.model_bin import read_tokens
 from tests.checkpoints.test_argos import FILES
 from tests.checkpoints.test_argos import load as load_argos
 from tests.checkpoints.test_gguf import Tensors, Values, to_bytes
@@ -187,3 +189,23 @@ def test_a_file_of_argos_may_be_compressed_so_much(tmp_path) -> None:
     assert 200 < ratio < 202
     with pytest.raises(ValueError, match="up to 200 times"):
         load_argos(path)
+
+
+def test_a_vocabulary_of_ctranslate2_is_texts(tmp_path) -> None:
+    (path := tmp_path / "vocabulary.json").write_text('["a", "b"]')
+    assert read_tokens(path) == ["a", "b"]
+    for wrong in ('["a", 1]', '[1, "a"]', "[1]"):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="list of texts"):
+            read_tokens(path)
+
+
+def test_the_layers_of_a_family_with_its_own_name_for_them(tmp_path) -> None:
+    pytest.importorskip("transformers", reason="the folder is written by transformers")
+    from tests.checkpoints.decoders import gpt2
+
+    gpt2(folder := tmp_path / "gpt2")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"n_layer": 100_000}))
+    with pytest.raises(ValueError, match=r"layers 100000\b"):
+        load_model(folder, ("GPT",))

@@ -190,7 +190,8 @@ def test_passages_are_ranked(ranker, tmp_path, monkeypatch, capsys) -> None:
     due = fastformer.CrossEncoder(ranker).rank("a bird", TEXTS, return_documents=True)
     given(monkeypatch, TEXTS)
     assert main(["rank", str(ranker), "--query", "a bird"]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{each['score']:.6f}\t{each['text']}" for each in due]
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [f"{each['score']:.6f}\t{each['text']}" for each in due] and not said.err
     file = tmp_path / "passages.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     flags = ["--file", f"{file}:text", "--top_k", "3", "--json_lines"]

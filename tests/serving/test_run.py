@@ -225,3 +225,26 @@ async def test_a_system_without_descriptors_fills_no_log(translator_folder, capl
         assert "files" in warning and "Traceback" not in caplog.text
         asyncio.get_running_loop().call_exception_handler({"message": "another", "exception": KeyError("one")})
         assert "KeyError" in caplog.text
+
+
+def test_an_address_that_the_machine_lacks_is_left_out_unless_it_is_the_only_one(monkeypatch) -> None:
+    here, there = (
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("127.0.0.1", "203.0.113.1")
+    )
+    for missing in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+
+        class Refusing(socket.socket):
+            def bind(self, address, missing=missing) -> None:
+                if address[0] == "203.0.113.1":
+                    raise OSError(missing, "no")
+                super().bind(address)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socket", Refusing)
+            patch.setattr(socket, "getaddrinfo", lambda *_, **__: [there, here])
+            (listener,) = bound("both", 0)
+            assert listener.getsockname()[0] == "127.0.0.1"
+            listener.close()
+            patch.setattr(socket, "getaddrinfo", lambda *_, **__: [there])
+            with pytest.raises(ValueError, match="host and a port"):
+                bound("there", 0)
