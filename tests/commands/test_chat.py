@@ -219,10 +219,11 @@ def by_transformers(folder: Path, text: str, count: int) -> str:
     return found
 
 
-def test_it_continues_as_transformers_does(folder, capsys, ran, tmp_path) -> None:
+def test_it_continues_as_transformers_does(folder, capsys, ran, tmp_path, caplog) -> None:
     expected = [by_transformers(folder, text, 8) for text in TEXTS]
     for text, line in zip(TEXTS, expected, strict=True):
         assert ran("generate", str(folder), text, "--greedy", *FEW).out == line + "\n"
+    assert "doesn't know" not in caplog.text  # there is no unknown token
     text = "<|im_start|>two birds"  # a special token, which is shown as it was typed
     parsed = by_transformers(folder, text, 8).removeprefix("two birds")
     assert ran("generate", str(folder), text, "--greedy", *FEW).out == text + parsed + "\n"
