@@ -89,6 +89,18 @@ def test_the_copy_of_faster_whisper_comes_first_and_no_package_is_imported(files
     assert voice._silero.__wrapped__().args == (tmp_path / files[0],)
 
 
+def test_a_model_without_onnxruntime_is_left_alone(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "silero_vad/data/silero_vad_16k_sequence.onnx"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (tmp_path / "silero_vad/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "silero_vad", raising=False)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr(voice, "_silero", voice._silero.__wrapped__)
+    assert len(speech_parts(Recording.of(between_silence()), VadOptions())) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("threshold", 2), ("max_speech_duration_s", 0), ("min_silence_duration_ms", -1), ("speech_pad_ms", "x")],

@@ -168,7 +168,7 @@ async def test_a_server_that_is_given_no_sockets_listens_where_uvicorn_does(tran
     server = Server(make_app(open_service(translator_folder)))
     server.config.port = 0
     ended = asyncio.ensure_future(server.serve())
-    while not server.started:
+    while not server.started and not ended.done():
         await asyncio.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
     async with httpx.AsyncClient() as client:
