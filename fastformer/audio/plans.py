@@ -267,8 +267,7 @@ class Windows(SpeechRequest):
         return segments
 
     def _segments(self, window: Window, drafts: Sequence[Draft], seek: int) -> list[Segment]:
-        segments = []
-        ids: list[int] = []
+        segments, ids = list[Segment](), list[int]()
         for draft in drafts:
             if draft.start != draft.end and self.tokens.decode(draft.tokens).strip():
                 ids += draft.tokens

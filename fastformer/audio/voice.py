@@ -86,8 +86,8 @@ def _parts(probabilities: Array, length: int, options: VadOptions) -> list[Part]
     most = RATE * options.max_speech_duration_s - _STEP - 2 * RATE * options.speech_pad_ms / 1000
     parts: list[Part] = []
     start: int | None = None
-    quiet = 0  # where the silence began that may end the part
-    split = resume = 0  # the last pause at which a part that is too long can be split: its begin and its end
+    # Where the silence began that may end the part; begin and end of the last pause that can split a part too long.
+    quiet = split = resume = 0
     for index, probability in enumerate(probabilities.tolist()):
         now = _STEP * index
         if probability >= options.threshold:
@@ -179,7 +179,6 @@ def _onnx_session(file: Path) -> Any:
 def _by_onnx(session: Any, blocks: Iterator[Array]) -> Iterator[Array]:
     hidden = cell = np.zeros((1, 1, 128), np.float32)
     for block in blocks:
-        values, hidden, cell = session.run(
-            ["speech_probs", "hn", "cn"], {"input": np.ascontiguousarray(block), "h": hidden, "c": cell}
-        )
+        inputs = {"input": np.ascontiguousarray(block), "h": hidden, "c": cell}
+        values, hidden, cell = session.run(["speech_probs", "hn", "cn"], inputs)
         yield values.reshape(-1)

@@ -155,8 +155,7 @@ class Decoder:
             if temperature > 0 and not self.is_batch:
                 search = {"beam_size": 1, "num_hypotheses": options.best_of}
                 search |= {"sampling_topk": 0, "sampling_temperature": temperature}
-            values = {"prompts": prompt, "seed": seed}
-            result = yield Ask("generate", states, values, (*(arguments | search).items(),))
+            result = yield Ask("generate", states, {"prompts": prompt, "seed": seed}, (*(arguments | search).items(),))
             ids = list(result.sequences_ids[0])
             log_prob = result.scores[0] * len(ids) ** options.length_penalty / (len(ids) + 1)
             ratio = compression_ratio(self.tokens.decode(ids).strip())
