@@ -95,6 +95,18 @@ def test_old_packages_have_a_vocabulary_of_lines_and_no_settings(tmp_path) -> No
     assert found == EXPECTED["translations_1"][0]
 
 
+def test_a_package_may_have_a_vocabulary_of_each_side(tmp_path) -> None:
+    with zipfile.ZipFile(zipped(tmp_path / "x.argosmodel")) as packed:
+        packed.extractall(tmp_path)
+    [shared] = tmp_path.rglob("shared_vocabulary.json")
+    for side in ("source", "target"):
+        shutil.copy(shared, shared.with_name(f"{side}_vocabulary.json"))
+    shared.unlink()
+    translator = Translator.from_pretrained(shared.parents[1], precision="fp32")
+    found = translator.translate(EXPECTED["texts"][0], max_new_tokens=12, min_new_tokens=1)
+    assert found == EXPECTED["translations_1"][0]
+
+
 def renamed(old: str, new: str) -> Any:
     return lambda name, data: (name.replace(old, new), data)
 

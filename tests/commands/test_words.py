@@ -43,6 +43,11 @@ def test_dashes_in_flags_are_underscores(capsys) -> None:
         assert main(["generate", "no_such_run", "a", flag, "0"]) == 1 and "no_such_run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["-top_k", "-top-k"])
+def test_a_flag_with_one_dash_is_no_text(flag, ran) -> None:
+    assert "--top_k" in ran("generate", "no_such_run", flag, "3", code=2).err
+
+
 def test_a_word_before_the_command_is_no_flag_of_it(ran) -> None:
     for words in ("--num_beams 3 translate r t", "--greedy generate r t", "doctor --file f"):
         assert "unrecognized arguments" in ran(*words.split(), code=2).err
