@@ -125,8 +125,8 @@ def unsupported_field(body: Body) -> str | None:
         if name not in given:
             continue
         parts = [(name, value)] if isinstance(value, Body) else []
-        if isinstance(value, list) and value and isinstance(value[0], Body):
-            parts = [(f"{name}.{place}", one) for place, one in enumerate(value)]
+        if isinstance(value, list):
+            parts = [(f"{name}.{place}", one) for place, one in enumerate(value) if isinstance(one, Body)]
         for place, part in parts:
             if (inner := unsupported_field(part)) is not None:
                 return f"{place}.{inner}"

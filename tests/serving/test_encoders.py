@@ -265,7 +265,7 @@ def test_documents_are_ranked_as_the_library_ranks_them(route, ranker) -> None:
     ]
     count = counted(ranker.service.encoder._folder.path, ["a bird"] * len(documents), documents)
     assert found["usage"] == {"prompt_tokens": count, "total_tokens": count}
-    objects = [{"text": text} for text in documents]
+    objects = [text if i % 2 else {"text": text} for i, text in enumerate(documents)]
     few = httpx.post(
         f"{ranker.url}{route}", json=body | {"documents": objects, "top_n": 3, "return_documents": False}
     ).json()["results"]
