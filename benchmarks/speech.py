@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.measure.commands import count, parser_of, positive
-from benchmarks.measure.timing import Timing
 
 PROVIDERS = ("fastformer", "faster-whisper", "transformers", "whisper.cpp")
 BATCH = 8
@@ -211,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num_beams", **count(1, "beams of the search; 1 is greedy"))
     parser.add_argument("--rounds", **count(3, "turns of each"))
     options = parser.parse_args(arguments)
-    from benchmarks.measure import record  # imports PyTorch, which a worker must not
+    from benchmarks.measure import record  # imports PyTorch, which a worker must not: its memory is measured
 
     texts: dict[tuple[str, ...], str] = {}
     run = record.environment("cpu")  # the same in all rows, of which tables show those of the latest run
@@ -284,6 +283,8 @@ def _row(provider: str, mode: str, best: dict[str, Any], options: argparse.Names
         f"{provider}, {job.precision}, {mode}, {job.threads} threads: {rate:.1f} s of audio a second, {beside}"
         f"{turns[-1]['peak_mib']:.0f} MiB"
     )
+    from benchmarks.measure.timing import Timing  # as `record` in `main`
+
     return {
         "suite": "decoding", "op": "speech", "provider": provider, "precision": job.precision,
         "model": Path(options.folder).name, "data": "speech",
