@@ -100,6 +100,8 @@ void bind_packed_gemm(PyObject* module) {
           "None."),
       function<"cpu_features", "", &names_of_features>(
           "The instruction sets that the CPU has and FASTFORMER_CPU_FEATURES allows."),
+      function<"has_fast_bf16", "", &has_fast_bf16>(
+          "Whether the CPU has instructions that multiply bf16 faster than fp32."),
       function<"is_intel_cpu", "", &is_intel_cpu>("Whether Intel made this CPU."),
       function<"num_tile_products", "", &num_tile_products>(
           "The number of products that the calling thread has computed with tiles, which are used if the CPU has AMX."),

@@ -47,6 +47,15 @@ const CpuFeatures& cpu_features() {
   return features;
 }
 
+bool has_fast_bf16_dot() {
+  // Cooper Lake has no AMX to rely on instead, and has not been measured.
+  static const bool is_fast =
+      !is_intel_cpu() || __builtin_cpu_is("cooperlake") || std::getenv("FASTFORMER_CPU_FEATURES") != nullptr;
+  return cpu_features().avx512_bf16 && is_fast;
+}
+
+bool has_fast_bf16() { return cpu_features().amx_bf16 || has_fast_bf16_dot(); }
+
 bool is_intel_cpu() { return __builtin_cpu_is("intel"); }
 
 }  // namespace fastformer

@@ -72,7 +72,7 @@ void pack_panel(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64
 
 bool has_bf16_dot() {
 #if defined(CPU_CAPABILITY_AVX512)
-  static const bool has = cpu_features().avx512_bf16;
+  static const bool has = has_fast_bf16_dot();
   return has;
 #else
   return false;

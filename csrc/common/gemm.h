@@ -6,7 +6,7 @@
 // bf16, are zero. A is read in place, by broadcast, or from a widened copy of some rows.
 //
 //   float     6 to 14 rows by two vectors of accumulators, FMA
-//   bfloat16  oneDNN's brgemm if the CPU has AMX; else vdpbf16ps if it has AVX512_BF16; else like float
+//   bfloat16  oneDNN's brgemm if the CPU has AMX; else vdpbf16ps if that is fast; else like float
 //   double    plain loops, for gradcheck
 
 #pragma once
@@ -79,7 +79,7 @@ void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T
 // Whether bf16 products use oneDNN's brgemm now (brgemm.h).
 bool use_brgemm();
 
-// Whether both the CPU and this build have vdpbf16ps. Otherwise bf16 is widened and runs at the speed of fp32.
+// Whether this build has vdpbf16ps and the CPU is fast at it. Otherwise bf16 is widened and runs at the speed of fp32.
 bool has_bf16_dot();
 
 // Whether this many rows of A with the stride `apart` evict each other from the cache in gemm(). They don't if gemm()

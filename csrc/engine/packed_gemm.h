@@ -6,7 +6,7 @@
 // scales and corrections) follows its last step.
 //
 //   fp32   FMA
-//   bf16   x and W are bf16, sums fp32: vdpbf16ps if the CPU has AVX512_BF16, else FMA on widened operands
+//   bf16   x and W are bf16, sums fp32: vdpbf16ps if the CPU is fast at it, else FMA on widened operands
 //   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x gets a scale and a zero
 //          point when it is stored: x ~ scale * (byte - zero). So all bytes from 0 to 255 are used even if no value is
 //          negative, as after ReLU. The zero point times the sum of a column corrects the sums of products.
@@ -135,6 +135,8 @@ class PackedRows {
   // gets the scale NaN if it contains NaN or infinity, or if its range overflows fp32. A row whose range is below
   // 2^-120, or 2^-112 in 16 bits, is stored as zeros.
   void store(int64_t row, const float* x);
+  // Widens a row of k numbers of bf16 to rows of fp32.
+  void store(int64_t row, const bfloat16* x);
   // Copies a row of rows of the same k and precision.
   void copy(int64_t row, const PackedRows& from, int64_t from_row);
 

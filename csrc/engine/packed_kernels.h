@@ -129,8 +129,9 @@ struct Fma : FloatSums<64> {
   static Sum add(Sum sum, Right w, Left x) { return fmadd(x, w, sum); }
 };
 
-// bf16 without bf16 instructions. The low half of a step's 4 bytes is the even element of k.
-struct WidenedBf16 : FloatSums<64> {
+// bf16 without bf16 instructions. The low half of a step's 4 bytes is the even element of k. The blocks have as many
+// elements as those of Fma, which multiplies many rows by a widened panel with the same results.
+struct WidenedBf16 : FloatSums<32> {
   struct Pair {
     V even, odd;
   };

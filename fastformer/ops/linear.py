@@ -2,8 +2,10 @@
 
 PyTorch's products are fast nearly everywhere. On a CPU, fastformer's C++ kernels are faster in two cases. The first is
 fp32 on CPUs that aren't Intel's: MKL uses half of AVX-512's width there, and less than all of AVX2 (oneDNN, which
-PyTorch also has, has a larger error than these kernels may have). The second is bf16 if oneDNN has no products for the
-CPU, and PyTorch runs plain loops. Only `runs_as_op` decides.
+PyTorch also has, has a larger error than these kernels may have). The second is bf16 on CPUs without fast instructions
+for it. There these kernels widen it and run nearly at the speed of fp32, while oneDNN emulates the instructions or uses
+slow ones. On CPUs without AVX-512, oneDNN has no products of bf16, and PyTorch runs plain loops. Only `runs_as_op`
+decides.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from fastformer.ops._library import define_op
 # The number of multiplications in the smallest product that C++ computes: below, a call costs more than the kernel
 # saves. A training step adds the time of Python's autograd functions. In bf16 PyTorch's loops are slow at any size.
 MIN_PRODUCT, MIN_PRODUCT_TRAINING, MIN_PRODUCT_BF16 = 2**22, 2**24, 2**18
-# With fewer rows, the time goes into reading the weight; under autocast, also into casting it.
-_MIN_ROWS, _MIN_ROWS_BF16, _MIN_ROWS_AUTOCAST = 4, 2, 16
+# With fewer rows, the time goes into reading the weight; under autocast, also into casting it. oneDNN reads it faster.
+_MIN_ROWS, _MIN_ROWS_BF16, _MIN_ROWS_ONEDNN, _MIN_ROWS_AUTOCAST = 4, 2, 16, 16
 # With fewer outputs, most of a panel of the weight's gradient would be padding.
 _MIN_OUT_FEATURES_TRAINING = 4
 _F_LINEAR = F.linear
@@ -49,7 +51,7 @@ def _why_torch(device_type: str) -> str | None:
     if device_type != "cpu":
         return "products are PyTorch's own"
     if _mkl_is_faster():
-        return f"MKL is faster on this CPU{'' if _onednn_has_bf16() else ', except in bf16'}"
+        return f"MKL is faster on this CPU{'' if _onednn_is_faster() else ', except in bf16'}"
     return None
 
 
@@ -169,7 +171,7 @@ def runs_as_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     is_bf16 = dtype == torch.bfloat16
     if not is_bf16 and (dtype != torch.float32 or size < MIN_PRODUCT):
         return False
-    min_rows = _MIN_ROWS_AUTOCAST if is_cast else _MIN_ROWS_BF16 if is_bf16 else _MIN_ROWS
+    min_rows = _MIN_ROWS_AUTOCAST if is_cast else _min_rows_bf16() if is_bf16 else _MIN_ROWS
     if not x.numel() >= min_rows * weight.shape[1] > 0:
         return False
     tensors = (x, weight) if bias is None else (x, weight, bias)
@@ -179,7 +181,7 @@ def runs_as_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     dtypes = (torch.float32, torch.bfloat16) if is_cast else (dtype,)
     return (
-        not (_onednn_has_bf16() if is_bf16 else _mkl_is_faster())
+        not (_onednn_is_faster() if is_bf16 else _mkl_is_faster())
         # An extension from before this kernel was written lacks it. F.linear then runs without a warning.
         and _extension.instruction_set() is not None
         and _extension.function("linear") is not None
@@ -216,6 +218,16 @@ def _only_autograd_watches(tensors: tuple[Tensor, ...]) -> bool:
 def _mkl_is_faster() -> bool:
     is_intel = _extension.host_function("is_intel_cpu")
     return torch.backends.mkl.is_available() and is_intel is not None and bool(is_intel())
+
+
+def _min_rows_bf16() -> int:
+    return _MIN_ROWS_ONEDNN if _onednn_has_bf16() else _MIN_ROWS_BF16
+
+
+def _onednn_is_faster() -> bool:
+    """Returns whether oneDNN multiplies bf16, with instructions that are faster than those for fp32."""
+    has_fast = _extension.host_function("has_fast_bf16")
+    return _onednn_has_bf16() and (has_fast is None or has_fast())
 
 
 def _onednn_has_bf16() -> bool:

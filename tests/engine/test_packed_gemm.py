@@ -362,7 +362,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     cases: dict[str, np.ndarray] = {}
     x, weight, bias = draw(70, 603), draw(129, 603, seed=1), draw(129, seed=2)
     x[7, 600] = np.nan
-    numbers = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 32, 49, 64, 70)
+    numbers = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 32, 49, 64, 65, 70)
     for rows in numbers:
         cases |= {f"{rows}-rows x": x[:rows], f"{rows}-rows weight": weight, f"{rows}-rows bias": bias}
     for rows, n, k in itertools.product((1, 9), (63, 65), (1, 2, 5, 63)):

@@ -140,14 +140,19 @@ def test_autocast_to_bf16_is_that_of_the_usual_function(dtype: torch.dtype, prod
     assert not products
 
 
+@pytest.mark.parametrize("cpu", ["fast", "slow", "unknown"])
 @pytest.mark.parametrize("has_bf16", [True, False], ids=["bf16", "none"])
-def test_bf16_uses_onednn_if_it_has_products(
-    has_bf16: bool, products: Products, monkeypatch: pytest.MonkeyPatch
+def test_bf16_uses_onednn_where_it_is_faster(
+    has_bf16: bool, cpu: str, products: Products, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It needs products of bf16, and a CPU that is fast at them unless the rows are few."""
+    probe = {"fast": lambda: True, "slow": lambda: False}.get(cpu)
+    monkeypatch.setattr(_extension, "host_function", lambda name: probe if name == "has_fast_bf16" else None)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
-    linear(*(t.bfloat16() for t in inputs(20, 24)))
-    assert bool(products) != has_bf16
+    for rows in (20, 15, 2):
+        linear(*(t.bfloat16() for t in inputs(rows, 24)))
+    assert products == ([20, 15, 2] if not has_bf16 else [20] if cpu == "slow" else [])
 
 
 def test_an_extension_without_the_kernel_is_not_an_error(products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
