@@ -215,14 +215,14 @@ class FolderModel:
             raise ValueError(f"expected a prompt_name in {[*self.prompts]}, got {name!r}{hint}")
         return self.prompts[name]
 
-    def _prompt_for(self, task: str | None) -> str | None:
-        """Returns the name of the prompt of a task's texts; None: the default one."""
-        return next((name for name in _PROMPTS.get(task or "", ()) if name in self.prompts), None)
+    def _prompt_of(self, task: str) -> str:
+        """Returns the prompt of a task's texts. Without one it is empty: the default prompt may be another task's."""
+        return next((self.prompts[name] for name in _PROMPTS[task] if name in self.prompts), "")
 
     def _for_task(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
         """Returns the options of `encode`, with the prompt of a task unless they name one."""
         if options.get("prompt") is None and options.get("prompt_name") is None:
-            options["prompt_name"] = self._prompt_for(task)
+            options["prompt"] = self._prompt_of(task)
         return options
 
     def _converted(self, rows: Any, is_one: bool, convert_to_numpy: bool, convert_to_tensor: bool) -> Any:

@@ -121,7 +121,7 @@ class MultiVectorEncoder(FolderModel):
         return found[0] if is_one else found
 
     def encode_query(self, inputs: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
-        """Calls `encode` with the task "query", and its prompt, if the folder has one and the call doesn't name one."""
+        """Calls `encode` with the task "query", and a prompt as `Encoder.encode_query` chooses it."""
         return self.encode(
             inputs, **self._for_task("query", {"task": "query"} | named(self.encode, arguments, options))
         )

@@ -156,13 +156,12 @@ def vectors_request(
     """
     for number, text in enumerate(texts, 1):
         expect_text("inputs", number, text)
-    prompt = encoder._prompt(None, encoder._prompt_for(task))
     nothing = np.zeros((0, encoder.get_embedding_dimension()), np.float32)
 
     def finish(vectors: Any) -> list[Array]:
         return [nothing if each is None else each for each in vectors]
 
-    rows = encoder._read(texts, prompt, task, cuts=cuts)
+    rows = encoder._read(texts, encoder._prompt_of(task), task, cuts=cuts)
     return EncodeRequest(rows, Compute(encoder._vectors, None, (task,)), finish)
 
 

@@ -136,6 +136,19 @@ def test_a_prompt_precedes_each_text(folder, plain) -> None:
     torch.testing.assert_close(pairwise, torch.from_numpy((bare * query).sum(1)))
 
 
+@pytest.mark.parametrize("name", ["query", "document", "other"])
+def test_texts_of_a_task_without_a_prompt_have_none(folder, name) -> None:
+    modules(folder, ("Pooling", MEAN))
+    settings = {"prompts": {name: "query : "}, "default_prompt_name": name}
+    write(folder / "config_sentence_transformers.json", settings)
+    encoder = fastformer.Encoder(folder)
+    bare, prompted = encoder.encode(TEXTS, prompt=""), encoder.encode(TEXTS)
+    assert not np.array_equal(bare, prompted)
+    for task, encode in (("query", encoder.encode_query), ("document", encoder.encode_document)):
+        assert np.array_equal(encode(TEXTS), prompted if task == name else bare)
+        assert np.array_equal(encode(TEXTS, prompt_name=name), prompted)
+
+
 @pytest.mark.parametrize("ends", ["[CLS] $A [SEP]", "[CLS] $A", "$A"])
 def test_a_prompt_is_left_out_of_each_pooling(folder, plain, ends) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
