@@ -324,7 +324,7 @@ def _hooked(model: nn.Module, inside: set[nn.Module]) -> dict[str, str]:
 _FAMILIES = {
     name: f"transformers.models.{name}.modeling_{name}"
     for name in ("bart", "bert", "gpt2", "llama", "marian", "t5", "whisper")
-} | {"sentences": "sentence_transformers.base.modules.normalize"}  # since version 6
+} | {"sentence_transformers": "sentence_transformers.base.modules.normalize"}  # since version 6
 
 
 def _products(model: nn.Module) -> dict[nn.Module, Replacement]:

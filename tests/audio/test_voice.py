@@ -59,6 +59,7 @@ def test_times_are_those_of_the_recording() -> None:
     assert spliced.original(2.0, spliced.part_of(2.0, is_end=True)) == 3.0
 
 
+@pytest.mark.slow  # for its package
 def test_sileros_model_reads_blocks_as_it_reads_the_whole(monkeypatch) -> None:
     if voice._silero() is None:
         pytest.skip("neither silero-vad nor faster-whisper is installed")

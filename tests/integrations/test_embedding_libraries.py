@@ -35,6 +35,7 @@ def test_each_library_has_an_example() -> None:
     assert all(PACKAGES[name] in text for name, text in blocks().items())
 
 
+@pytest.mark.slow  # for the packages, of which BERTopic compiles code when it is first imported
 @pytest.mark.parametrize("name", PACKAGES)
 def test_an_example_runs_on_the_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(PACKAGES[name], reason=f"not installed: pip install {PACKAGES[name].partition('.')[0]}")

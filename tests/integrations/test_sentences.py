@@ -54,6 +54,13 @@ def warm(plain: Any) -> Any:
     return ours
 
 
+def test_other_libraries_know_it_by_the_module_of_its_class(saved: Save) -> None:
+    """BERTopic asks like this, and embeds with a model of its own else."""
+    ours = accelerate(dense_of(saved, pooling("mean")))
+    assert type(ours) is not library.SentenceTransformer
+    assert "sentence_transformers" in str(type(ours))
+
+
 @pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
 def test_every_pooling(mode: str, saved: Save, ways: list[int]) -> None:
     plain = dense_of(saved, pooling(mode))

@@ -72,11 +72,13 @@ OPTIONS = {
     "biases": {"attention_bias": True},
 }
 
+# The run of slow tests installs CTranslate2.
+NAMES = [pytest.param("ctranslate2", marks=pytest.mark.slow), "transformers"]
 
 TARGETS = [[21, 8, 50, 33, 6, 11, 45], [14, 14, 59, 3, 27, 30, 8]]  # of one length: what was read before is any of them
 
 
-@pytest.mark.parametrize("name", ["ctranslate2", "transformers"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_tokens_equal_fastformers(name: str, options: dict) -> None:
     model = transformer(**options)
@@ -91,6 +93,7 @@ def test_tokens_equal_fastformers(name: str, options: dict) -> None:
         assert rival.turn(job).tokens == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_fastformer_reads_the_folder_that_ctranslate2_reads(precision: str) -> None:
     rival = peer("ctranslate2", model := transformer(), precision)
@@ -100,7 +103,7 @@ def test_fastformer_reads_the_folder_that_ctranslate2_reads(precision: str) -> N
     assert expected is not None and sum(map(list.__eq__, ours.turn(job).tokens or [], expected)) >= 4
 
 
-@pytest.mark.parametrize("name", ["ctranslate2", "transformers"])
+@pytest.mark.parametrize("name", NAMES)
 def test_outputs_end_with_their_end_token(name: str) -> None:
     model = transformer()
     # Of several ends that are likely the first that is said ends an output, and stands in it.
