@@ -13,6 +13,7 @@ from fastformer.generation.config import EarlyStopping
 from fastformer.generation.constraints import LateMatcher, Mask, Matcher
 
 NEVER = -math.inf  # the score of a missing hypothesis
+_LEAST = math.ulp(0.0)
 
 # Returns for each row of new tokens whether the row ends with its last token; EOS ends rows in any case.
 Stop = Callable[[Sequence[Sequence[int]]], Sequence[bool]]
@@ -62,7 +63,15 @@ class Sample(NamedTuple):
 
 def length_penalty(length: int, alpha: float) -> float:
     """Returns ((5 + length) / 6) ** alpha, with EOS in the length (Wu et al. 2016, equation 14; tensor2tensor)."""
-    return float(((5.0 + length) / 6.0) ** alpha)
+    return _power((5.0 + length) / 6.0, alpha)
+
+
+def _power(length: float, alpha: float) -> float:
+    """Returns length ** alpha; as in C, infinity if it is too great for a float. It is never 0, so one can divide."""
+    try:
+        return float(max(length**alpha, _LEAST))
+    except OverflowError:
+        return math.inf
 
 
 class Search(ABC):
@@ -454,7 +463,7 @@ class TransformersBeamSearch(BeamSearch):
         self._looks_ahead = early_stopping == "never" and alpha > 0
 
     def _penalty(self, length: int) -> float:
-        return float(float(self._begun + length) ** self.alpha)
+        return _power(float(self._begun + length), self.alpha)
 
     def _is_done(self, group: _Beams) -> bool:
         if self._length >= self.limit or len(group.finished) < group.width or not group.alive:

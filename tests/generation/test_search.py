@@ -291,6 +291,16 @@ def test_the_lowest_of_equal_tokens_comes_first_for_any_request(count) -> None:
         assert values == [row[token] for token in ids]
 
 
+@needs_cpp
+@pytest.mark.parametrize("alpha", [1e4, -1e4])
+@pytest.mark.parametrize("rules", ["tensor2tensor", "transformers"])
+def test_a_penalty_that_no_float_holds_orders_as_in_cpp(alpha: float, rules: Any) -> None:
+    plain = BeamSearch if rules == "tensor2tensor" else TransformersBeamSearch
+    kinds = (plain, partial(NativeSearch.beams, beam_rules=rules))
+    ours, theirs = (beams_of(ToyEngine(6), [5] * 6, 3, kind=kind, alpha=alpha, num_return=3) for kind in kinds)
+    assert ours == theirs and all(len(found) == 3 for found in ours)
+
+
 # Step by step, held to the searches in Python.
 
 
