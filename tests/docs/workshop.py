@@ -6,6 +6,7 @@ is downloaded.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ def _made() -> Path:
     from tests.serving import models as serving
 
     made = Path(tempfile.mkdtemp(prefix="fastformer-docs-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
     for name, labels in (("bert-base-uncased", None), ("all-MiniLM-L6-v2", None), ("ms-marco-MiniLM-L6-v2", 1)):
         (made / name).mkdir()
         folders.bert(made / name, num_labels=labels)
@@ -39,8 +41,9 @@ def _made() -> Path:
     decoders.llama3(made / "llama")
     decoders.gpt2(made / "gpt2")
     shutil.copytree(FROZEN / "run", made / "numbers")
-    package = Path(shutil.copytree(ARGOS, Path(tempfile.mkdtemp(prefix="fastformer-docs-")) / "translate-en_de"))
-    archive = shutil.make_archive(str(made / "package"), "zip", package.parent, package.name)
+    with tempfile.TemporaryDirectory(prefix="fastformer-docs-") as parent:
+        package = Path(shutil.copytree(ARGOS, Path(parent) / "translate-en_de"))
+        archive = shutil.make_archive(str(made / "package"), "zip", package.parent, package.name)
     Path(archive).rename(made / "translate-en_de-1_0.argosmodel")
     pairs = [line.split("\t") for line in (FROZEN / "pairs.tsv").read_text(encoding="utf-8").splitlines()]
     for name, some in (("train", pairs), ("val", pairs[:20]), ("test", pairs[:7])):
