@@ -149,6 +149,8 @@ def folder_of(kind: str, folder: Path, translator_folder: Path) -> Path:
         from tests.audio import speech
 
         return speech.folder(folder)
+    if kind == "ranker":
+        return classifier(folder, num_labels=1)
     return {"generator": generator, "encoder": encoder, "multi-vector": multi_vector, "cross-encoder": classifier}[
         kind
     ](folder)

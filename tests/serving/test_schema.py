@@ -14,11 +14,12 @@ schemathesis = pytest.importorskip("schemathesis", reason="the schemathesis libr
 hypothesis = pytest.importorskip("hypothesis", reason="the hypothesis library is not installed")
 pytest.importorskip("transformers", reason="the folders are written by transformers")
 
+KINDS = ["translator", "generator", "encoder", "multi-vector", "cross-encoder", "ranker", "speech"]
 CASES = 500  # of an application, over all of its routes
 
 
 @pytest.mark.slow  # 500 requests to each application, with bodies drawn from the schema and against it
-@pytest.mark.parametrize("kind", ["translator", "generator", "encoder", "cross-encoder"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_request_breaks_the_schema(kind, tmp_path, translator_folder) -> None:
     from schemathesis import GenerationMode
     from schemathesis.checks import not_a_server_error
