@@ -207,13 +207,15 @@ class EncoderEngine:
             raise ValueError("expected a model with a head (config.num_labels), got one without")
         config = self.model.config
         packed = self._cpp()
-        kind = "pooler" if config.head == "bert" else config.head_pooling
+        kind = "pooler" if config.head == "bert" else "none" if config.head_pooling == "late" else config.head_pooling
         rows = self._encode(packed, ids, token_types, kind, False)
+        head = self.model.head if packed is None else cast(nn.Module, packed.head)
+        if kind == "none":
+            return _mean_outputs(head, rows, [*map(len, ids)])
         if packed is not None:
-            return _apply_rows(cast(nn.Module, packed.head), rows)
-        dtype, device = self.model.embedding.weight.dtype, self.model.embedding.weight.device
+            return _apply_rows(head, rows)
         with torch.inference_mode():
-            logits: Tensor = self.model.head(torch.from_numpy(rows).to(device, dtype))
+            logits: Tensor = head(torch.from_numpy(rows).to(self.model.embedding.weight))
         return _as_array(logits)
 
     def _cpp(self, *, may_be_old: bool = False) -> _Packed | None:
@@ -338,6 +340,14 @@ def _apply_rows(module: nn.Module, rows: Array, activation: Any = None) -> Array
         outputs = [module(row) for row in torch.from_numpy(rows).split(1)]
         out: Tensor = torch.cat(outputs) if outputs else module(torch.from_numpy(rows))
         return _as_array(out if activation is None else activation(out))
+
+
+def _mean_outputs(module: nn.Module, rows: Array, lengths: list[int]) -> Array:
+    """Returns the mean of a module's outputs at each text's rows, one text at a time for the same reason."""
+    weight = next(module.parameters())
+    with torch.inference_mode(), torch.autocast(weight.device.type, enabled=False):
+        outputs = [module(part.to(weight)).float().mean(0) for part in torch.from_numpy(rows).split(lengths)]
+        return _as_array(torch.stack(outputs) if outputs else module(torch.from_numpy(rows).to(weight)))
 
 
 def _as_array(x: Tensor) -> Array:

@@ -38,6 +38,9 @@ _HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_NO_ID = -1
+
+
 class HeadLinear(nn.Module):
     """A linear layer after the encoder; `quantize` doesn't round it, because only a few rows pass through it.
 
@@ -72,7 +75,7 @@ class ClassificationHead(nn.Module):
         self.out = HeadLinear(size, config.num_labels, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x (batch, d_model) to (batch, num_labels)."""
+        """Maps x (..., d_model) to (..., num_labels)."""
         if self.dense is not None:
             if self.kind in ("roberta", "electra"):
                 x = self.dropout(x)
@@ -106,10 +109,10 @@ def _restore_aliases(model: nn.Module, state: dict[str, Any], prefix: str, *othe
 
 
 class BERT(PretrainedModel):
-    """An encoder-only Transformer: BERT, RoBERTa, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT and others.
+    """An encoder-only Transformer: BERT, RoBERTa, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT, EuroBERT and others.
 
     Inputs are padded on the right (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`; weights and
-    results are the same. Without a layout, trailing PADs are padding.
+    results are the same. Without a layout, trailing PADs are padding, unless PAD is an eos of the config, too.
 
     Parameters: `embedding.weight`, `embedding.position.table` (learned), `encoder.*` as in
     `torch.nn.TransformerEncoder`; where the config has them `token_type_embedding.weight`, `embedding_norm.*`,
@@ -175,6 +178,7 @@ class BERT(PretrainedModel):
             norm_bias=config.norm_bias,
             linear1_bias=config.linear1_bias,
             head_dim=config.head_dim,
+            num_kv_heads=config.num_kv_heads,
             **layer_options(config, factory),
         )
         if config.layer_groups is None:
@@ -241,8 +245,12 @@ class BERT(PretrainedModel):
         return self.encoder(x, layout=layout, rotary=rotary, position_bias=bias)
 
     def layout_of(self, tokens: Tensor) -> SequenceLayout:
-        """Returns the layout of padded ids (batch, seqlen), in which trailing PADs are padding."""
-        return trailing_padding(tokens, self.config.special_ids.pad, "token")
+        """Returns the layout of padded ids (batch, seqlen), in which trailing PADs are padding.
+
+        If PAD also ends texts (EuroBERT), nothing is padding: the end of a text doesn't tell where its padding begins.
+        """
+        ids = self.config.special_ids
+        return trailing_padding(tokens, _NO_ID if ids.pad in ids.eos else ids.pad, "token")
 
     def _types(self, tokens: Tensor, layout: SequenceLayout, token_types: Tensor | None) -> Tensor | None:
         """Returns the embeddings of token types, which are added to the tokens' embeddings."""
@@ -287,6 +295,8 @@ class BERT(PretrainedModel):
         """Computes the logits of `classify` from hidden states; see `pooled` for the arguments."""
         if self.head is None:
             raise ValueError("expected a model with a head (config.num_labels), got one without")
+        if self.config.head_pooling == "late":
+            return pool(self.head(hidden), layout, "mean")
         kind: Any = "pooler" if self.config.head == "bert" else self.config.head_pooling
         out: Tensor = self.head(self.pooled(hidden, layout, kind))
         return out

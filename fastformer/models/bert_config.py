@@ -14,7 +14,7 @@ from fastformer.special_ids import SpecialIds
 EncoderActivation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"]
 Positions = Literal["learned", "sinusoidal", "rotary", "relative", "learned-relative"]
 Head = Literal["bert", "roberta", "distilbert", "electra", "modernbert"]
-HeadPooling = Literal["cls", "mean"]
+HeadPooling = Literal["cls", "mean", "late"]
 _Base = Annotated[float, Range(1)]
 
 
@@ -26,6 +26,7 @@ class BERTConfig(StackConfig):
         vocab_size: the number of tokens.
         d_model: the size of a token's vector.
         num_heads: the number of attention heads.
+        num_kv_heads: the number of heads of keys and values; None: num_heads.
         num_layers: the number of layers.
         d_ff: inner size of the feed-forward network; None: 4 * d_model; for a gated activation, with three
             matrices instead of two, two thirds of that, rounded up to a multiple of 64.
@@ -63,8 +64,9 @@ class BERTConfig(StackConfig):
         num_labels: the number of outputs of the head for a text; 0: the model has no head.
         head: the form of the head: "bert" uses the pooler's output; the others have a layer before the last one, with
             tanh ("roberta"), ReLU ("distilbert"), GELU ("electra"), or GELU and a norm ("modernbert").
-        head_pooling: the input of the head: the first token ("cls"), or the mean of all tokens.
-        special_ids: the special ids; pad fills a batch.
+        head_pooling: the input of the head: the first token ("cls"), or the mean of all tokens; "late": each token, and
+            the logits are the mean of theirs (EuroBERT).
+        special_ids: the special ids; pad fills a batch. If pad is an eos, too, padding needs a layout.
         layer_groups: the number of groups of consecutive layers, each of which has the weights of one layer (ALBERT);
             None: every layer has weights of its own.
     """
@@ -106,13 +108,16 @@ class BERTConfig(StackConfig):
     norm_bias: bool | None = None
     linear1_bias: bool | None = None
     rotary_scaling: Annotated[dict[str, Any] | None, Convert(as_scaling)] = None
+    num_kv_heads: Positive | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_heads(self.d_model if self.head_dim is None else self.num_heads, self.num_heads, None)
+        check_heads(self.d_model if self.head_dim is None else self.num_heads, self.num_heads, self.num_kv_heads)
         self.special_ids.check(self.vocab_size)
         if self.embedding_size == self.d_model:
             self.embedding_size = None
+        if self.num_kv_heads == self.num_heads:
+            self.num_kv_heads = None
         self._check_positions()
         if not self.first_norm and not self.norm_first:
             raise ValueError("expected norm_first if there is no first_norm, got a post-norm model")

@@ -63,7 +63,7 @@ def test_each_family_equals_its_modules(name: str) -> None:
 
 
 @needs_cpp
-@pytest.mark.parametrize("name", ["bert", "pre-norm"])
+@pytest.mark.parametrize("name", ["bert", "pre-norm", "eurobert"])
 def test_neighbours_do_not_change_the_bits_of_a_label(name: str) -> None:
     # So wide that products of another number of rows add up in another order.
     engine = EncoderEngine(model_of(name, d_model=256, num_layers=1, num_heads=4, d_ff=64))

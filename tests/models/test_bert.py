@@ -34,6 +34,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "window_layers": (False, True), "norm_first": True, "first_norm": False, "bias": False, "activation": "geglu",
         "num_labels": 3, "head": "modernbert", "head_pooling": "mean",
     },
+    "eurobert": {
+        "positions": "rotary", "norm": "rms", "norm_first": True, "embedding_norm": False, "bias": False,
+        "activation": "swiglu", "num_kv_heads": 2, "num_labels": 3, "head": "electra", "head_pooling": "late",
+    },
     "sines": {"positions": "sinusoidal", "window_size": 3, "attention_bias": False},
 }  # fmt: skip
 options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -139,7 +143,30 @@ def test_pooling_follows_its_definition() -> None:
     assert not model.pooled(hidden[0, :2], empty, "mean")[0].any()
 
 
-@pytest.mark.parametrize("kind", ["bert", "mpnet", "electra", "modernbert", "pre-norm"])
+def test_a_pad_that_ends_texts_is_padding_only_by_a_layout() -> None:
+    model = made({**OPTIONS["eurobert"], "special_ids": SpecialIds(pad=1, eos=(7, 1))})
+    pairs = [[3, 4, 1, 5, 6, 1], [8, 1, 1]]  # each text of a pair has its end
+    ids = torch.tensor([pairs[0], pairs[1] + [1] * 3])
+    assert model.layout_of(ids).seqlens.tolist() == [6, 6]
+    padded = model(ids, layout=SequenceLayout.padded(torch.tensor([6, 3]), 6))
+    for row, text in zip(padded, pairs, strict=True):
+        torch.testing.assert_close(model(torch.tensor([text]))[0], row, rtol=0, atol=1e-11)
+    with pytest.raises(ValueError, match="PAD"):
+        made({**OPTIONS["eurobert"], "special_ids": SpecialIds(pad=1, eos=7)})(ids)
+
+
+def test_late_pooling_is_the_mean_of_the_logits_of_tokens() -> None:
+    model = made(OPTIONS["eurobert"])
+    ids, _, layout = batch(model)
+    hidden, head = model.encode(ids), model.head
+    assert head is not None
+    hidden[1, 4:] = float("nan")
+    due = torch.stack([head(hidden[row, :length]).mean(0) for row, length in enumerate(layout.seqlens.tolist())])
+    torch.testing.assert_close(model.classify_hidden(hidden, model.layout_of(ids)), due, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(ids), due, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "electra", "modernbert", "pre-norm", "eurobert"])
 def test_heads_apply_their_dropout(kind) -> None:
     rates = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.5}
     model = made({**OPTIONS[kind], **rates})
@@ -150,7 +177,8 @@ def test_heads_apply_their_dropout(kind) -> None:
     expected = model(ids, token_types=types)
     assert not torch.equal(model.train()(ids, token_types=types), expected)
     # RoBERTa and ELECTRA drop out what their head reads, too.
-    assert seen == [(3, 32)] * (4 if model.config.head in ("roberta", "electra") else 2)
+    shape = (3, 9, 32) if kind == "eurobert" else (3, 32)
+    assert seen == [shape] * (4 if model.config.head in ("roberta", "electra") else 2)
 
 
 def test_losses_are_those_of_their_labels() -> None:
@@ -190,6 +218,7 @@ def test_losses_are_those_of_their_labels() -> None:
         ),
         ({"positions": "rotary", "local_rotary_base": 100.0}, "window_size"),
         ({"positions": "rotary", "head_dim": 3}, "even"),
+        ({"num_kv_heads": 3}, "num_kv_heads"),
         ({"positions": "sinusoidal", "embedding_size": 5}, "even"),
         ({"positions": "relative", "num_buckets": 32, "max_distance": 9}, "max_distance"),
         ({"positions": "absolute"}, "positions"),
