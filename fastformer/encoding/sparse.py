@@ -18,7 +18,7 @@ from fastformer.encoding.modules import Array
 from fastformer.files import read_json
 from fastformer.models.pretrained import CONFIG
 
-_EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight")
+_EMBEDDINGS = ("word_embeddings.weight", "tok_embeddings.weight", "embed_tokens.weight")
 _GELU, _EPS = "gelu", "layer_norm_eps"
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -32,12 +32,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class _Names(NamedTuple):
     """The names of a family's head: its modules, and the settings of its activation and its norm's eps."""
 
-    dense: str
-    norm: str
+    dense: str | None  # None: the head is one layer
+    norm: str | None
     output: str
     bias: str
     activation: str | None = None  # None: GELU
     eps: str | None = _EPS  # None: 1e-12
+    is_tied: bool = True  # unless tie_word_embeddings says otherwise
 
 
 _ROBERTA = _Names("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
@@ -52,6 +53,7 @@ _HEADS = {
     "gte": _Names("lm_head.dense", "lm_head.norm", "lm_head.decoder", "lm_head.decoder.bias"),
     "electra": _Names("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head",
                       "generator_lm_head.bias"),
+    "eurobert": _Names(None, None, "lm_head", "lm_head.bias", is_tied=False),
 }  # fmt: skip
 
 
@@ -80,15 +82,16 @@ class Splade:
     """The pooling of a text's tokens to one weight for each word: log(1 + relu(logit)), the maximum or the sum.
 
     Attributes:
-        dense, dense_bias, norm, norm_bias, eps, activation: the layer before the output; a bias may be None.
+        dense, dense_bias, norm, norm_bias, eps, activation: the layer before the output; a bias may be None, and dense
+            and norm are None if there is no such layer.
         output, output_bias: (vocab_size, features) and (vocab_size,) or None.
         sums: whether the weights are summed over the tokens; else the greatest counts.
         twice: whether the logarithm is taken twice.
     """
 
-    dense: Tensor
+    dense: Tensor | None
     dense_bias: Tensor | None
-    norm: Tensor
+    norm: Tensor | None
     norm_bias: Tensor | None
     eps: float
     activation: Callable[[Tensor], Tensor]
@@ -106,8 +109,10 @@ class Splade:
         with torch.inference_mode():
             # Text by text: a product with other rows sums in a different order, and padding has no logits.
             for row, states in zip(rows, torch.from_numpy(hidden).split(list(lengths)), strict=True):
-                x = self.activation(F.linear(states, self.dense, self.dense_bias))
-                x = F.layer_norm(x, self.norm.shape, self.norm, self.norm_bias, self.eps)
+                x = states
+                if self.dense is not None and self.norm is not None:
+                    x = self.activation(F.linear(states, self.dense, self.dense_bias))
+                    x = F.layer_norm(x, self.norm.shape, self.norm, self.norm_bias, self.eps)
                 weights = F.linear(x, self.output, self.output_bias).relu_().log1p_()
                 weights = weights.log1p_() if self.twice else weights
                 row[:] = (weights.sum(0) if self.sums else weights.amax(0)).numpy()
@@ -140,16 +145,16 @@ def read_splade(folder: Path, module: Path) -> Splade:
     if activation not in _ACTIVATIONS:
         raise ValueError(f"expected {folder / CONFIG} to have an activation of {[*_ACTIVATIONS]}, got {activation!r}")
     state = {name: tensor.float() for name, tensor in read_numbers(folder).items()}
-    for name in (f"{names.dense}.weight", f"{names.norm}.weight"):
-        if name not in state:
+    for part in (names.dense, names.norm):
+        if part is not None and (name := f"{part}.weight") not in state:
             raise ValueError(
                 f"expected the weights in {folder} to have a {name}: was the model saved without its head?"
             )
     eps = settings.get(names.eps, 1e-5 if names.eps != _EPS else 1e-12) if names.eps is not None else 1e-12
     return Splade(
-        dense=state[f"{names.dense}.weight"],
+        dense=state.get(f"{names.dense}.weight"),
         dense_bias=state.get(f"{names.dense}.bias"),
-        norm=state[f"{names.norm}.weight"],
+        norm=state.get(f"{names.norm}.weight"),
         norm_bias=state.get(f"{names.norm}.bias"),
         eps=float(eps),
         activation=_ACTIVATIONS[activation],
@@ -162,8 +167,11 @@ def read_splade(folder: Path, module: Path) -> Splade:
 
 def _output(state: Mapping[str, Tensor], settings: Mapping[str, Any], names: _Names, folder: Path) -> Tensor:
     own = state.get(f"{names.output}.weight")
-    if own is None or settings.get("tie_word_embeddings", True):
+    if settings.get("tie_word_embeddings", names.is_tied):
         own = next((state[name] for name in state if name.endswith(_EMBEDDINGS)), own)
     if own is None:
-        raise ValueError(f"expected the weights in {folder} to have embeddings of words, or a {names.output}.weight")
+        raise ValueError(
+            f"expected the weights in {folder} to have embeddings of words, or a {names.output}.weight: was the model "
+            "saved without its head?"
+        )
     return own

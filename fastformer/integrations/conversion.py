@@ -69,7 +69,7 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM, StableLmForCausalLM or Exaone4ForCausalLM; or
             an encoder, with the head that classifies texts or without one: BertModel and BertForSequenceClassification,
             and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT,
-            NomicBert and Gte.
+            NomicBert, Gte and EuroBert.
             The head of their ForMaskedLM is omitted.
 
     Raises:
@@ -125,7 +125,7 @@ def convert(
 def _check_first_position(model: Any, settings: dict[str, Any]) -> None:
     """Raises ValueError if an encoder counts positions from another id than that of PAD in its config."""
     count, pad = ENCODER_FORMS[settings["model_type"]].unused_positions, settings.get("pad_token_id")
-    first = getattr(model.base_model.embeddings, "padding_idx", None)
+    first = getattr(getattr(model.base_model, "embeddings", None), "padding_idx", None)
     if first is not None and pad is not None and count(first) != count(pad):
         raise ValueError(
             f"expected config.pad_token_id {first}, from which the model's embeddings count positions, got {pad}"

@@ -444,7 +444,7 @@ _OUTPUTS = {
     "albert": "BaseModelOutputWithPooling",
     "cwm": "CwmModelOutputWithPast",
     "distilbert": "BaseModelOutput",
-    "modernbert": "BaseModelOutput",
+    **dict.fromkeys(("modernbert", "eurobert"), "BaseModelOutput"),
     "electra": "BaseModelOutputWithPastAndCrossAttentions",
     **dict.fromkeys(("gte", "mpnet", "nomic_bert"), "BaseModelOutputWithPooling"),
     "t5": "BaseModelOutputWithPastAndCrossAttentions",

@@ -152,6 +152,23 @@ def gte(folder: Path) -> None:
     save(folder, transformers.GteModel(config), tokenizer)
 
 
+def eurobert(folder: Path) -> None:
+    """Makes a folder with a byte-level BPE whose texts end with PAD, and a head."""
+    backend = byte_level(["<|begin_of_text|>", "<|end_of_text|>", "<|mask|>"])._tokenizer
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin_of_text|> $A <|end_of_text|>",
+        pair="<|begin_of_text|> $A <|end_of_text|> $B <|end_of_text|>",
+        special_tokens=[("<|begin_of_text|>", 0), ("<|end_of_text|>", 1)],
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|begin_of_text|>", mask_token="<|mask|>",
+        **dict.fromkeys(("eos_token", "pad_token"), "<|end_of_text|>"),
+    )  # fmt: skip
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "mask_token_id": 2}
+    config = transformers.EuroBertConfig(**SIZES, **ids, vocab_size=len(tokenizer), num_key_value_heads=2)
+    save(folder, transformers.EuroBertForSequenceClassification(config), tokenizer)
+
+
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "bert": bert, "bert head": bert_head, "roberta": roberta, "xlm-roberta": xlm_roberta, "xlm-roberta pieces": pieces,
     "distilbert": distilbert, "mpnet": mpnet, "albert": albert, "modernbert": modernbert,
@@ -160,3 +177,5 @@ if "nomic_bert" in ENCODERS:
     FOLDERS["bert nomic"] = nomic
 if "gte" in ENCODERS:
     FOLDERS["gte"] = gte
+if "eurobert" in ENCODERS:
+    FOLDERS["eurobert"] = eurobert

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import fastformer
 from tests.checks import assert_accurate
-from tests.encoding.folders import MANY, MAX_LEN, TEXTS, bert, ids_of, modules, write
+from tests.encoding.folders import MANY, MAX_LEN, SPECIAL, TEXTS, WORDS, bert, ids_of, modules, write
 
 pytest.importorskip("transformers", reason="the folders are written by transformers")
 
@@ -90,6 +91,35 @@ def test_labels_of_single_texts_and_pairs(three) -> None:
     assert classifier.predict("a bird").shape == (3,) and classifier.predict([]).shape == (0, 3)
     with pytest.raises(ValueError, match="one label"):
         classifier.rank("a", ["b"])
+
+
+@pytest.mark.parametrize("pooling", ["late", "bos", "mean"])
+def test_a_eurobert_reads_the_tokens_that_its_config_says(pooling, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "EuroBertConfig"):
+        pytest.skip("a later version of transformers has it")
+    bert(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config = transformers.EuroBertConfig(
+        vocab_size=len(SPECIAL + WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=MAX_LEN, classifier_pooling=pooling,
+        num_labels=3, initializer_range=0.3, **dict.fromkeys(("pad_token_id", "eos_token_id"), 3), bos_token_id=2,
+        mask_token_id=4,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.EuroBertForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    rows = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        own = copy.deepcopy(model).to(dtype)
+        with torch.inference_mode():
+            rows[dtype] = torch.cat([own(batch["input_ids"]).logits for batch in ids_of(tmp_path, PAIRS)])
+    exact = rows[torch.float64]
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        found = torch.from_numpy(fastformer.CrossEncoder(tmp_path, precision=precision).predict(PAIRS))
+        assert_accurate(found, rows[dtype].float(), exact)
+    rounded = torch.from_numpy(fastformer.CrossEncoder(tmp_path, precision="int8").predict(PAIRS))
+    assert (rounded - exact).square().mean().sqrt() < 0.1 * exact.square().mean().sqrt()
 
 
 def test_a_prompt_precedes_the_first_text_of_a_pair(one, tmp_path) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fastformer
+from fastformer.files import read_json
 from tests.checkpoints.present import ENCODERS
 from tests.checks import assert_accurate
 from tests.encoding.folders import MANY, SPECIAL, WORDS, bert, ids_of, masked, modules, write
@@ -40,11 +42,13 @@ def expected(model: Any, folder: Path, texts: list[str], dtype: torch.dtype, sum
         ("ModernBert", {"local_attention": 8, **dict.fromkeys(("norm_bias", "mlp_bias", "classifier_bias"), True)}),
         ("Electra", {"embedding_size": 16}),
         ("Gte", {"layer_norm_eps": 0.01}),
+        ("EuroBert", {"num_key_value_heads": 2, "mask_token_id": 4, "mlp_bias": True}),
+        ("EuroBert", {"num_key_value_heads": 1, "mask_token_id": 4, "tie_word_embeddings": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_weights_equal_those_of_transformers(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    if name == "Gte" and "gte" not in ENCODERS:
+    if name in ("Gte", "EuroBert") and name.lower() not in ENCODERS:
         pytest.skip("a later version of transformers has it")
     sums, twice = name == "DistilBert", name == "ModernBert"
     pooling = {"pooling_strategy": "sum" if sums else "max", "activation_function": "log1p_relu" if twice else "relu"}
@@ -92,6 +96,17 @@ def test_what_is_no_splade_is_refused(tmp_path: Path, plain: tuple[Path, Any]) -
     modules(tmp_path / "headless", ("SpladePooling", {"pooling_strategy": "max"}))
     with pytest.raises(ValueError, match="without its head"):
         fastformer.Encoder(tmp_path / "headless")
+    if "eurobert" in ENCODERS:  # whose head is not the embedding, unless its settings say so
+        masked(tmp_path / "one", "EuroBert", {"pooling_strategy": "max"}, mask_token_id=4)
+        state, settings = load_file(tmp_path / "one/model.safetensors"), read_json(tmp_path / "one/config.json")
+        write(tmp_path / "one/config.json", {key: settings[key] for key in settings if not key.startswith("tie")})
+        words = fastformer.Encoder(tmp_path / "one").encode("a bird")
+        save_file({**state, "lm_head.weight": -state["lm_head.weight"]}, tmp_path / "one/model.safetensors")
+        assert not np.array_equal(fastformer.Encoder(tmp_path / "one").encode("a bird"), words)
+        del state["lm_head.weight"]
+        save_file(state, tmp_path / "one/model.safetensors")
+        with pytest.raises(ValueError, match="without its head"):
+            fastformer.Encoder(tmp_path / "one")
     model = fastformer.Encoder(masked_folder(tmp_path))
     with pytest.raises(ValueError, match="max_active_dims"):
         model.encode_sparse("a", max_active_dims=0)

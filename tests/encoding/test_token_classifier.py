@@ -25,6 +25,7 @@ LONG = ["slowly " * 20 + "birds hills river " * 30, " ".join(MANY), "", "unknown
 MODELS: dict[str, dict[str, Any]] = {
     "Bert": {}, "DistilBert": {"dim": D_MODEL, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
     "Roberta": {}, "Electra": {"embedding_size": 16}, "ModernBert": {"local_attention": 8},
+    "EuroBert": {"num_key_value_heads": 2, "mask_token_id": 4},
 }  # fmt: skip
 
 
@@ -62,6 +63,8 @@ def check(found: Any, due: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 @pytest.mark.parametrize("name", MODELS)
 def test_results_equal_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip("a later version of transformers has it")
     plain = pipeline(tmp_path, name)
     classifier = TokenClassifier.from_pretrained(tmp_path)
     assert classifier.labels == tuple(LABELS)

@@ -52,6 +52,7 @@ BASES: dict[str, dict[str, Any]] = {
     "modernbert": {**_BERT, "local_attention": 8},
     # Twice as many layers are another value, and six gated ones double what fp32 rounds away again and again.
     **dict.fromkeys(("nomic_bert", "gte"), {**_BERT, "num_hidden_layers": 2}),
+    "eurobert": {**_BERT, "num_hidden_layers": 2, "num_key_value_heads": 2, "mask_token_id": 5},
     **dict.fromkeys(("bart", "mbart", "pegasus", "m2m_100"), _BART),
     "marian": {**_BART, "pad_token_id": 59, "decoder_start_token_id": 59},
     "t5": _T5, "mt5": _T5,
@@ -106,7 +107,7 @@ _WORDS: dict[str, tuple[Any, ...]] = {
         _ACTIVATIONS,
     ),
     "feed_forward_proj": (*_ACTIVATIONS, *(f"gated-{each}" for each in _ACTIVATIONS)),
-    "classifier_pooling": ("cls", "mean"),
+    "classifier_pooling": ("cls", "mean", "bos", "late"),
     "position_embedding_type": ("absolute", "relative_key", "relative_key_query"),
     "problem_type": ("regression", "single_label_classification"),
     "summary_type": ("last", "first", "mean", "cls_index"),

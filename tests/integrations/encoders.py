@@ -111,7 +111,9 @@ def gradients_of(ours: BERT, kind: str) -> dict[str, Tensor]:
     return ENCODER_FORMS[kind].from_model(twin)[1]
 
 
-_GATED = ("modernbert", "nomic_bert", "gte")
+_TURNED: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
+_SCALED: dict[str, Any] = {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}}
+_GATED = ("modernbert", "nomic_bert", "gte", "eurobert")
 
 
 def drawn(kind: str, seed: int) -> Case:
@@ -137,6 +139,10 @@ def drawn(kind: str, seed: int) -> Case:
         options |= dict.fromkeys(("mlp_bias", "classifier_bias"), options["norm_bias"])
         options |= {"local_attention": draw.choice([2, 8, 30]), "global_attn_every_n_layers": draw.choice([1, 2, 3])}
         options["classifier_pooling"] = draw.choice(["cls", "mean"])
+    elif kind == "eurobert":
+        options |= {name: draw.choice([True, False]) for name in ("mlp_bias", "attention_bias", "tie_word_embeddings")}
+        options |= {"num_key_value_heads": draw.choice([1, heads]), "head_dim": draw.choice([2, 6, 10, None])}
+        options |= {"classifier_pooling": draw.choice(["bos", "mean", "late"]), **draw.choice([_TURNED, _SCALED, {}])}
     elif kind not in ("distilbert", "mpnet"):
         options["type_vocab_size"] = draw.choice([1, 2, 5])
     if kind == "electra":
@@ -173,13 +179,16 @@ CASES = {
     "albert labels": Case("albert", HEAD, {"embedding_size": 30, "hidden_act": "relu"}),
     "electra labels": Case("electra", HEAD, {"embedding_size": 24, "hidden_act": "gelu_new"}),
 }
-_TURNED: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
-_SCALED: dict[str, Any] = {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}}
 _LATER = {
     "nomic_bert": Case("nomic_bert", BASE, {"pad_token_id": 0, **_TURNED}),
     "nomic_bert labels": Case("nomic_bert", HEAD, {"hidden_act": "gelu", "head_dim": 6, **_TYPED}),
     "gte": Case("gte", BASE, {"hidden_act": "silu", "type_vocab_size": 0}),
     "gte labels": Case("gte", HEAD, {"hidden_act": "gelu_new", "type_vocab_size": 2, **_TURNED}),
     "gte scaled": Case("gte", BASE, _SCALED),
+    "eurobert": Case("eurobert", BASE, {"num_key_value_heads": 3, "hidden_act": "gelu_new", **_SCALED}),
+    "eurobert labels": Case("eurobert", HEAD, {"num_key_value_heads": 2, "attention_bias": True, **_TURNED}),
+    "eurobert bos": Case("eurobert", HEAD, {"classifier_pooling": "bos", "mlp_bias": True, "head_dim": 10}),
+    "eurobert mean": Case("eurobert", HEAD, {"classifier_pooling": "mean", "num_key_value_heads": 1}),
+    "eurobert words": Case("eurobert", WORDS, {"tie_word_embeddings": True, "num_key_value_heads": 2}),
 }
 CASES |= {name: case for name, case in _LATER.items() if case.kind in ENCODERS}

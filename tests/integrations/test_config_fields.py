@@ -246,10 +246,14 @@ def test_each_omitted_field_has_the_default_of_its_class(kind) -> None:
 @each("kind", PRESENT)
 def test_usual_ids_are_those_of_the_class(kind) -> None:
     """A small model can't have them: they are beyond its vocabulary."""
-    usual = type(config_of(kind, {}))().to_dict()
-    for name, value in with_usual_ids({"model_type": kind}).items():
+    usual, found = type(config_of(kind, {}))().to_dict(), with_usual_ids({"model_type": kind})
+    for name, value in found.items():
         if name.endswith("_token_id"):
             assert value == usual[name], name
+    if FAMILIES[kind].kind != "seq2seq":
+        assert found.get("eos_token_id") == usual.get("eos_token_id")
+    if FAMILIES[kind].kind == "decoder":
+        assert found.get("pad_token_id") == usual.get("pad_token_id")
     if kind in ENCODER_FORMS:
         assert ENCODER_FORMS[kind].pad == usual["pad_token_id"]
 

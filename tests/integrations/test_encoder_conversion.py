@@ -8,7 +8,8 @@ import torch
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.integrations import from_huggingface, to_huggingface
-from fastformer.models import BERT
+from fastformer.models import BERT, BERTConfig
+from fastformer.nn import SequenceLayout
 from tests.checkpoints.present import ENCODERS
 from tests.checks import assert_accurate
 from tests.covering import each
@@ -18,6 +19,7 @@ from tests.integrations.encoders import (
     CASES,
     HEAD,
     LABELS,
+    VOCAB,
     Case,
     drawn,
     gradients_of,
@@ -191,6 +193,16 @@ def test_an_omitted_head_is_named(caplog) -> None:
         ("modernbert", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers"),
         ("modernbert", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type"),
         ("electra", {"embedding_size": 8}, "embedding"),
+        ("eurobert", {"hidden_act": "relu"}, "hidden_act"),
+        ("eurobert", {"classifier_pooling": "cls"}, "classifier_pooling"),
+        ("eurobert", {"clf_pooling": "mean"}, "clf_pooling"),
+        ("eurobert", {"mlp_bias": "no"}, "mlp_bias"),
+        ("eurobert", {"attention_bias": 0}, "attention_bias"),
+        ("eurobert", {"num_key_value_heads": 2.5}, "num_key_value_heads"),
+        ("eurobert", {"num_key_value_heads": 4}, "num_kv_heads"),
+        ("eurobert", {"head_dim": 0}, "head_dim"),
+        ("eurobert", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("eurobert", {"eos_token_id": "2"}, "eos_token_id"),
     ],
 )
 def test_unsupported_settings_are_named(case, settings, name) -> None:
@@ -238,6 +250,60 @@ def test_gamma_and_beta_of_old_files_are_read() -> None:
         ENCODER_FORMS["bert"].to_model(Checkpoint(settings, each)) for each in (old, theirs.state_dict())
     )
     assert all(map(torch.equal, found.state_dict().values(), expected.state_dict().values()))
+
+
+@pytest.mark.skipif("eurobert" not in ENCODERS, reason="a later version of transformers has it")
+@pytest.mark.parametrize("ends", [1, [2, 1]], ids=str)
+def test_a_euroberts_texts_end_with_the_id_that_pads_them(ends) -> None:
+    theirs = CASES["eurobert labels"].make(eos_token_id=ends)
+    ours = from_huggingface(theirs)
+    assert isinstance(ours, BERT) and ours.config.special_ids.pad in ours.config.special_ids.eos
+    texts = [[*text[:4], 1, *text[4:], 1] for text in texts_of(theirs)]  # pairs
+    batch = padded(theirs, texts)
+    with Wide():
+        expected = theirs(**batch).logits
+    layout = SequenceLayout.from_mask(batch["attention_mask"])
+    assert_same(ours(batch["input_ids"], layout=layout), expected, "logits", 1e-11)
+    for text, logits in zip(texts, expected, strict=True):
+        assert_same(ours(torch.tensor([text]))[0], logits, "logits", 1e-11)
+    back = to_huggingface(ours)
+    assert back.config.eos_token_id == ends and back.config.pad_token_id == 1
+    assert from_huggingface(back).config == ours.config
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ("modernbert", "eurobert") if kind in ENCODERS])
+def test_how_a_later_head_pools_is_kept_without_a_head(kind) -> None:
+    theirs = CASES[kind].make(classifier_pooling="mean")
+    assert to_huggingface(from_huggingface(theirs)).config.classifier_pooling == "mean"
+
+
+def test_heads_that_have_all_their_own_keys_are_those_of_a_bert() -> None:
+    config = BERTConfig(VOCAB, token_types=2, num_kv_heads=12)
+    assert ENCODER_FORMS["bert"].settings(config)["num_attention_heads"] == 12
+    with pytest.raises(ValueError, match=r"\bnum_kv_heads\b"):
+        ENCODER_FORMS["bert"].settings(BERTConfig(VOCAB, token_types=2, num_kv_heads=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"norm": "layer"}, "norm"), ({"norm_first": False}, "norm_first"), ({"dropout": 0.1}, "dropout"),
+        ({"embedding_norm": True}, "embedding_norm"), ({"head_dropout": 0.1}, "head_dropout"),
+        ({"head": "roberta"}, "head"), ({"linear1_bias": True}, "linear1_bias"),
+        ({"d_model": 50, "head_dim": 8}, "d_model"),
+    ],
+)  # fmt: skip
+def test_what_no_eurobert_has_is_named(options, name) -> None:
+    usual = {
+        "d_model": 48, "num_heads": 4, "num_layers": 1, "num_kv_heads": 2, "norm": "rms", "norm_first": True,
+        "embedding_norm": False, "bias": False, "positions": "rotary", "activation": "swiglu", "num_labels": 2,
+        "head": "electra", "head_pooling": "late",
+        **dict.fromkeys(("dropout", "attention_dropout", "head_dropout"), 0.0),
+    }  # fmt: skip
+    form = ENCODER_FORMS["eurobert"]
+    assert form.settings(BERTConfig(VOCAB, **usual))["num_key_value_heads"] == 2
+    with pytest.raises(ValueError, match=rf"EuroBERT.*\b{name}\b"):
+        form.settings(BERTConfig(VOCAB, **usual | options))
 
 
 def test_positions_are_counted_from_the_id_that_the_model_was_made_with() -> None:

@@ -255,6 +255,7 @@ KINDS = {
     "ELECTRA": of_folder("ElectraModel", embedding_size=16),
     "ALBERT": of_folder("AlbertModel", embedding_size=16),
     "ModernBERT": of_folder("ModernBertModel", local_attention=8),
+    "EuroBERT": of_folder("EuroBertModel", num_key_value_heads=2),
     "T5": of_folder("T5EncoderModel", d_model=D_MODEL, d_kv=8, d_ff=48),
     "Router of two models": Kind(
         lambda save: library.SentenceTransformer(
@@ -375,6 +376,7 @@ KINDS = {
     "CrossEncoder of DistilBERT": cross("DistilBertForSequenceClassification", num_labels=3),
     "CrossEncoder of ELECTRA": cross("ElectraForSequenceClassification", num_labels=1),
     "CrossEncoder of ModernBERT": cross("ModernBertForSequenceClassification", num_labels=1, local_attention=8),
+    "CrossEncoder of EuroBERT": cross("EuroBertForSequenceClassification", num_labels=1, num_key_value_heads=1),
 }
 
 

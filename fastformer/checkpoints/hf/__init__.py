@@ -14,6 +14,7 @@ from fastformer.checkpoints.hf import (
     bert,
     bert_kin,
     encoder_tokenizers,
+    eurobert,
     gemma,
     gpt2,
     llama,
@@ -47,7 +48,13 @@ DECODER_FORMS: dict[str, Form] = {
     **llama_kin.FORMS,
 }
 # The families that a `BERT` may be saved as, likewise.
-ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS, **bert_kin.FORMS, "modernbert": modernbert.FORM, **nomic.FORMS}
+ENCODER_FORMS: dict[str, EncoderForm] = {
+    **bert.FORMS,
+    **bert_kin.FORMS,
+    "modernbert": modernbert.FORM,
+    **nomic.FORMS,
+    "eurobert": eurobert.FORM,
+}
 
 
 def _of_bart(name: str, classes: str, read: ReadTokenizer, head: str = "ForConditionalGeneration") -> Family:
@@ -133,6 +140,7 @@ _FAMILIES = {
     "modernbert": _encoder("modernbert"),
     "nomic_bert": _encoder("nomic_bert", like="bert"),
     "gte": _encoder("gte", like="xlm-roberta"),
+    "eurobert": _encoder("eurobert"),
 }
 FAMILIES = {kind: _checked(kind, family) for kind, family in _FAMILIES.items()}
 

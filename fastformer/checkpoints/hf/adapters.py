@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf import DECODER_FORMS
-from fastformer.checkpoints.hf.decoder import Form, as_saved
+from fastformer.checkpoints.hf.decoder import Form, as_saved, parts_of
 from fastformer.files import read_json
 from fastformer.models import GPT
 from fastformer.models.weights import FLOATING, SavedWeights
@@ -239,7 +239,7 @@ def _whole(
     """Returns A and B of a matrix that consists of several modules, some of which have factors."""
     outputs, inputs = model.get_parameter(name).shape
     whole = torch.empty(outputs, 1, device="meta")
-    sizes = [len(part) for part in form.split(name, whole, model.config, len(modules))]
+    sizes = [len(part) for part in parts_of(name, whole, model.config, len(modules))]
     all_a, all_b, first = [], [], 0
     for module, pair, size in zip(modules, pairs, sizes, strict=True):
         if pair is not None:

@@ -154,7 +154,7 @@ class Form(NamedTuple):
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         weights: dict[str, Tensor] = {}
         for own_name, names in self.names(config).items():
-            for name, part in zip(names, self.split(own_name, state[own_name], config, len(names)), strict=True):
+            for name, part in zip(names, parts_of(own_name, state[own_name], config, len(names)), strict=True):
                 weights[self.prefix + name] = self.revert(own_name, part, config)
         weights[self.heads[0]] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
         if config.output_bias:
@@ -165,18 +165,6 @@ class Form(NamedTuple):
     def _bias(self) -> str:
         """The name of the bias on the logits, in families that have one."""
         return f"{self.heads[0].removesuffix('.weight')}.bias"
-
-    def split(self, name: str, tensor: Tensor, config: GPTConfig, count: int) -> tuple[Tensor, ...]:
-        """Returns the parts of one of fastformer's tensors that are so many tensors of the family."""
-        if count == 1:
-            return (tensor,)
-        if ".linear" in name:
-            return tensor.chunk(count)
-        if ".router." in name:
-            return tensor[:-1], tensor[-1:]
-        head_dim = config.size_of_head
-        kv = (config.num_kv_heads or config.num_heads) * head_dim
-        return tensor.split([config.num_heads * head_dim, kv, kv])
 
     def _with_prefix(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = {name: tensor for name, tensor in state.items() if not name.endswith(self.unread or ("\0",))}
@@ -207,6 +195,19 @@ def special_ids(settings: Mapping[str, Any], vocab_size: int, unk: int | None) -
     if not isinstance(pad, int) or not 0 <= pad < vocab_size:
         pad = eos[0] if eos else 0
     return SpecialIds(pad=pad, eos=eos, unk=None if unk in (pad, *eos) else unk)
+
+
+def parts_of(name: str, tensor: Tensor, config: GPTConfig | BERTConfig, count: int) -> tuple[Tensor, ...]:
+    """Returns the parts of one of fastformer's tensors that are so many tensors of a family."""
+    if count == 1:
+        return (tensor,)
+    if ".linear" in name:
+        return tensor.chunk(count)
+    if ".router." in name:
+        return tensor[:-1], tensor[-1:]
+    head_dim = config.size_of_head
+    kv = (config.num_kv_heads or config.num_heads) * head_dim
+    return tensor.split([config.num_heads * head_dim, kv, kv])
 
 
 class MisfitError(ValueError):

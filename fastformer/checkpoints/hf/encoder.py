@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.hf.common import Checkpoint, check_empty, check_floating, load_foreign, some, taken
-from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, as_saved
+from fastformer.checkpoints.hf.common import (
+    Checkpoint,
+    check_empty,
+    check_floating,
+    eos_setting,
+    load_foreign,
+    some,
+    taken,
+)
+from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, as_saved, parts_of, special_ids
 from fastformer.models import BERT, BERTConfig
 from fastformer.models.pretrained import check_depth, config_from_dict
 from fastformer.special_ids import SpecialIds
@@ -23,7 +31,7 @@ logger = logging.getLogger("fastformer")
 
 POSITIONS = "embedding.position.table"
 CLASSIFIER = "ForSequenceClassification"  # the end of the class names of models with this head
-_HEAD_OPTIONS = ("head", "head_pooling", "head_dropout")
+_HEAD_OPTIONS = ("head", "head_dropout")
 _OLD_KINDS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # old files contain these
 
@@ -46,6 +54,7 @@ class EncoderForm(NamedTuple):
         pooler: the name of the pooler's linear layer, without the prefix; None: the family has none.
         unused_positions: the id of PAD -> how many rows at the start of the table of positions belong to no token.
         open: (state, settings) -> the state whose tensors have the names of the family.
+        pad_ends: whether the id of PAD may be an eos.
     """
 
     name: str
@@ -59,6 +68,7 @@ class EncoderForm(NamedTuple):
     pooler: str | None = "pooler.dense"
     unused_positions: Callable[[int], int] = lambda pad: 0
     open: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
+    pad_ends: bool = False
 
     def to_model(self, saved: Checkpoint) -> BERT:
         """Builds the model, as `ToModel` describes. The first of `architectures` decides if the head classifies."""
@@ -115,7 +125,7 @@ class EncoderForm(NamedTuple):
             "vocab_size": config.vocab_size,
             "pad_token_id": ids.pad,
             "bos_token_id": None if ids.start == ids.pad else ids.start,
-            "eos_token_id": ids.eos[0] if ids.eos else None,
+            "eos_token_id": eos_setting(ids) if ids.eos else None,
             "architectures": [f"{self.classes}{CLASSIFIER if config.num_labels else 'Model'}"],
         }
         if config.num_labels:
@@ -126,7 +136,7 @@ class EncoderForm(NamedTuple):
             tensor = state[own_name]
             if own_name == POSITIONS:
                 tensor = torch.nn.functional.pad(tensor, (0, 0, unused, 0))
-            for name, part in zip(names, tensor.chunk(len(names)), strict=True):
+            for name, part in zip(names, parts_of(own_name, tensor, config, len(names)), strict=True):
                 weights[name if config.num_labels else name.removeprefix(self.prefix)] = part
         return settings, weights
 
@@ -166,10 +176,13 @@ class EncoderForm(NamedTuple):
             return token_id if is_id and token_id != pad else None
 
         eos, start = known("eos_token_id", "sep_token_id"), known("bos_token_id", "cls_token_id")
+        ends: tuple[int, ...] = () if eos is None else (eos,)
+        if self.pad_ends:
+            ends = special_ids(settings, vocab_size, None).eos
         return SpecialIds(
             pad=pad,
-            eos=() if eos is None else eos,
-            unk=None if unk in (pad, eos) else unk,
+            eos=ends,
+            unk=None if unk in (pad, *ends) else unk,
             start=pad if start is None else start,
         )
 

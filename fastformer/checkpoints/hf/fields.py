@@ -102,6 +102,7 @@ FIELDS: dict[str, frozenset[str]] = {
         "classifier_bias classifier_activation deterministic_flash_attn sparse_prediction sparse_pred_ignore_index",
         "nomic_bert": f"{_ROTARY_BERT} head_dim",
         "gte": _ROTARY_BERT,
+        "eurobert": f"{_LLAMA} pretraining_tp attention_bias mlp_bias head_dim mask_token_id classifier_pooling",
         "bart": _BART,
         "mbart": _BART,
         "pegasus": _BART,
@@ -129,6 +130,7 @@ _IDS: dict[str, Mapping[str, int | list[int]]] = {
     "phi3": {"pad_token_id": 32000, "eos_token_id": 32000},
     "albert": {"bos_token_id": 2, "eos_token_id": 3},
     "modernbert": {"bos_token_id": 50281, "eos_token_id": 50282},
+    "eurobert": {"bos_token_id": 128000, "eos_token_id": 128001},
 }
 BIDIRECTIONAL = "gemma3_text"  # the family whose use_bidirectional_attention lets tokens see later ones
 # Settings that the caches of transformers read in any config: which of the keys before a token they keep.

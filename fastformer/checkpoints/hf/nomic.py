@@ -17,7 +17,7 @@ from fastformer.checkpoints.hf.bert import BERT_FORM, bert_options, bert_setting
 from fastformer.checkpoints.hf.common import number_of
 from fastformer.checkpoints.hf.decoder import BOTH, EMBEDDING, MisfitError, layer_names
 from fastformer.checkpoints.hf.modernbert import GATED, GATED_THERE
-from fastformer.checkpoints.hf.rope import longest, read_rope, write_lengths, write_rope
+from fastformer.checkpoints.hf.rope import longest, read_whole_rope, write_lengths, write_rope
 from fastformer.models import BERTConfig
 
 _MODULES = {
@@ -69,9 +69,7 @@ def _open(state: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]]) -> 
 def _options(settings: Mapping[str, Any], usual: Mapping[str, Any], base: float, **biases: bool) -> dict[str, Any]:
     settings = {**usual, **settings}
     options = bert_options(settings, activations=GATED)
-    rope = read_rope(settings, layers="full_attention", base=base)
-    if (part := rope.get("rotary_fraction", 1.0)) != 1.0:
-        raise ValueError(f"expected a model that rotates whole heads, got a partial_rotary_factor of {part}")
+    rope = read_whole_rope(settings, base=base)
     options |= {
         **rope,
         "positions": "rotary",

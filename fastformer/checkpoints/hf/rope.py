@@ -74,6 +74,18 @@ def read_rope(
     return {**options, "rotary_scaling": {"kind": kind, **scaling}}
 
 
+def read_whole_rope(settings: Mapping[str, Any], *, base: float) -> dict[str, Any]:
+    """Returns the options of `BERTConfig` for rotary positions, as `read_rope` does.
+
+    Raises:
+        ValueError: only a part of each head is rotated; or see `read_rope`.
+    """
+    rope = read_rope(settings, layers="full_attention", base=base)
+    if (part := rope.get("rotary_fraction", 1.0)) != 1.0:
+        raise ValueError(f"expected a model that rotates whole heads, got a partial_rotary_factor of {part}")
+    return rope
+
+
 def longest(settings: Mapping[str, Any], options: Mapping[str, Any], *, grows: bool) -> int:
     """Returns the number of positions that a model has.
 
