@@ -225,26 +225,29 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
   finish_tiles<Path>(last, 0, last->rows);
 }
 
-// Widens steps of bf16, with two elements of each column, to twice as many steps of fp32.
-void widen_steps(const char* from, int64_t steps, float* to) {
-  for (int64_t step = 0; step < steps; ++step, from += kStepBytes, to += 2 * kPanelColumns)
-    for (int64_t c = 0; c < kPanelColumns; c += V::size) {
-      const auto [even, odd] = WidenedBf16::right(from + c * 4);
-      even.store(to + c);
-      odd.store(to + kPanelColumns + c);
-    }
-}
+// Rows of activations as multiply_panel reads them: see Tile.
+struct LeftRows {
+  const char* data;
+  int64_t stride;
+  const float* scales;
+  const int32_t* zeros;
 
-// Multiplies at most kBlockRows rows by a panel. `widened`: room for a part of a panel of bf16, to multiply it by fp32
-// kernels; null: the panel is multiplied as it is.
-void multiply_panel(const Kernels& all, const RowsView& x, int64_t rows, const PackedWeight& w, const char* panel,
-                    float* out, int64_t ld, float* widened = nullptr) {
+  LeftRows from(int64_t row) const { return {data + row * stride, stride, scales + row, zeros + row}; }
+};
+
+// Widens steps of a panel to twice as many.
+using Widen = void (*)(const char* from, int64_t steps, char* to);
+
+// Multiplies at most kBlockRows rows by a panel. With `widen`, the kernels read widened steps: those of a part at a
+// time, or of the whole panel if sums are integers, in `widened`.
+void multiply_panel(const Kernels& all, const LeftRows& x, int64_t rows, const PackedWeight& w, const char* panel,
+                    float* out, int64_t ld, Widen widen = nullptr, char* widened = nullptr) {
   const Walk walk(all.shapes, all.num_shapes, rows);
   const int vecs = all.shapes[walk.shape].vecs;
   const int64_t passes = walk.passes();
-  const int64_t steps_of_one = widened == nullptr ? 1 : 2, all_steps = w.steps() * steps_of_one;
+  const int64_t steps_of_one = widen == nullptr ? 1 : 2, all_steps = w.steps() * steps_of_one;
   // An integer sum is a single block and has one part.
-  const bool has_parts = widened != nullptr || (passes > 1 && all.block_steps <= kPartSteps);
+  const bool has_parts = (passes > 1 || widen != nullptr) && all.block_steps <= kPartSteps;
   const int64_t part = has_parts ? kPartSteps : all_steps;
   const int64_t tail_bytes = w.panel_bytes() - w.steps() * kStepBytes;
   const int64_t distance = passes == 1 ? kAhead : has_parts ? 2 * kPartSteps * kStepBytes : w.panel_bytes();
@@ -259,16 +262,16 @@ void multiply_panel(const Kernels& all, const RowsView& x, int64_t rows, const P
     const int64_t fetched = steps * 64 * lines_fetched(passes);  // bytes, in one pass
     const Block block{step == 0, step + steps == all_steps};
     const char* right = panel + at;
-    if (widened != nullptr) {
-      widen_steps(right, steps / 2, widened);
-      right = reinterpret_cast<const char*>(widened);
+    if (widen != nullptr) {
+      widen(right, steps / 2, widened);
+      right = widened;
     }
     walk.for_each_pass([&](int64_t pass, int64_t slice, int64_t first, int64_t count) {
       const int64_t column = slice * vecs * V::size;
-      const Tile tile{x.data() + first * x.stride() + step * 4,
-                      x.stride(),
-                      x.scales() + first,
-                      x.zeros() + first,
+      const Tile tile{x.data + first * x.stride + step * 4,
+                      x.stride,
+                      x.scales + first,
+                      x.zeros + first,
                       right + column * 4,
                       steps,
                       tail,
@@ -283,21 +286,62 @@ void multiply_panel(const Kernels& all, const RowsView& x, int64_t rows, const P
   } while (step < all_steps);
 }
 
-// From this many rows on, widening rows and panels of bf16 once is faster than widening them in each kernel (Emerald
-// Rapids, AVX-512: 12 rows took 1.06 times as long, 16 rows 0.95 times, 64 rows 0.76 times).
+// From this many rows on, widening rows and panels once is faster than widening them in each kernel. On Emerald Rapids
+// (AVX-512, without its dot products), 12 rows of bf16 took 1.06 times as long, 16 rows 0.95 times, 256 rows 0.76
+// times; 16 rows of int8 took 0.72 times as long, 256 rows 0.65 times.
 constexpr int64_t kFewestWidened = 16;
 
-// Multiplies bf16 without dot products.
+// How 4 bytes of a row or a column become twice 4 bytes: bf16 becomes floats, and int8 becomes words of 16 bits, first
+// bytes 0 and 2, then 1 and 3. The order within a step doesn't matter to sums of integers.
+struct Bf16ToFloats {
+  static const Kernels& kernels() { return fastformer::kernels(Precision::fp32); }
+  static void widen_row(const uint32_t* from, int64_t steps, uint32_t* to) {
+    for (int64_t i = 0; i < steps; ++i) to[2 * i] = from[i] << 16, to[2 * i + 1] = from[i] & 0xFFFF0000;
+  }
+  static void widen_step(const uint32_t* from, uint32_t* first, uint32_t* second) {
+    for (int64_t c = 0; c < kPanelColumns; ++c) first[c] = from[c] << 16, second[c] = from[c] & 0xFFFF0000;
+  }
+};
+
+struct Int8ToWords {
+  static const Kernels& kernels() {
+    static const Kernels all = kernels_of<WordInt8>();
+    return all;
+  }
+  static void widen_row(const uint32_t* from, int64_t steps, uint32_t* to) {
+    for (int64_t i = 0; i < steps; ++i) to[2 * i] = from[i] & 0xFF00FF, to[2 * i + 1] = from[i] >> 8 & 0xFF00FF;
+  }
+  static void widen_step(const uint32_t* from, uint32_t* first, uint32_t* second) {
+    const auto* words = reinterpret_cast<const int16_t*>(from);
+    auto *low = reinterpret_cast<int16_t*>(first), *high = reinterpret_cast<int16_t*>(second);
+    for (int64_t i = 0; i < 2 * kPanelColumns; ++i)
+      low[i] = static_cast<int8_t>(words[i]), high[i] = static_cast<int16_t>(words[i] >> 8);
+  }
+};
+
+template <typename Way>
+void widen_steps(const char* from, int64_t steps, char* to) {
+  for (int64_t step = 0; step < steps; ++step, from += kStepBytes, to += 2 * kStepBytes)
+    Way::widen_step(reinterpret_cast<const uint32_t*>(from), reinterpret_cast<uint32_t*>(to),
+                    reinterpret_cast<uint32_t*>(to + kStepBytes));
+}
+
+// Multiplies bf16 or int8 without dot products.
+template <typename Way>
 void gemm_widened(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                   int64_t ld) {
-  PackedRows wide;
-  wide.resize(rows, 2 * w.steps(), Precision::fp32);
-  for (int64_t r = 0; r < rows; ++r) wide.store(r, reinterpret_cast<const bfloat16*>(x.from(r).data()));
-  alignas(64) float part[kPartSteps * kPanelColumns];
+  const Kernels& all = Way::kernels();
+  const int64_t stride = (w.steps() * 8 + 63) / 64 * 64 | 64;  // an odd number of cache lines: see PackedRows::resize
+  Buffer<char> wide(rows * stride),
+      widened(std::min(2 * w.steps(), std::max(kPartSteps, all.block_steps)) * kStepBytes);
+  for (int64_t r = 0; r < rows; ++r)
+    Way::widen_row(reinterpret_cast<const uint32_t*>(x.from(r).data()), w.steps(),
+                   reinterpret_cast<uint32_t*>(wide.data() + r * stride));
+  const LeftRows left{wide.data(), stride, x.scales(), x.zeros()};
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns)
     for (int64_t first = 0; first < rows; first += kBlockRows)
-      multiply_panel(kernels(Precision::fp32), RowsView(wide, first), std::min(kBlockRows, rows - first), w, w.panel(p),
-                     out + first * ld, ld, part);
+      multiply_panel(all, left.from(first), std::min(kBlockRows, rows - first), w, w.panel(p), out + first * ld, ld,
+                     widen_steps<Way>, widened.data());
 }
 
 void multiply(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
@@ -306,11 +350,16 @@ void multiply(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t be
   if (w.k > 0 && takes_tiles(w.precision, rows))
     return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : gemm_by_tiles<FloatSums<128>>)(x, rows, w, begin,
                                                                                                      end, out, ld);
-  if (w.precision == Precision::bf16 && rows >= kFewestWidened && !has_bf16_dot())
-    return gemm_widened(x, rows, w, begin, end, out, ld);
+  if (rows >= kFewestWidened) {
+    if (w.precision == Precision::bf16 && !has_bf16_dot())
+      return gemm_widened<Bf16ToFloats>(x, rows, w, begin, end, out, ld);
+    if (w.precision == Precision::int8 && !has_int8_dot())
+      return gemm_widened<Int8ToWords>(x, rows, w, begin, end, out, ld);
+  }
+  const LeftRows left{x.data(), x.stride(), x.scales(), x.zeros()};
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns)
     for (int64_t first = 0; first < rows; first += kBlockRows)
-      multiply_panel(kernels(w.precision), x.from(first), std::min(kBlockRows, rows - first), w, w.panel(p),
+      multiply_panel(kernels(w.precision), left.from(first), std::min(kBlockRows, rows - first), w, w.panel(p),
                      out + first * ld, ld);
 }
 
@@ -459,11 +508,6 @@ void PackedRows::store(int64_t row, const float* x) {
     });
     if (precision_ == Precision::int4) store_sums(reinterpret_cast<const uint8_t*>(to), k_, sums_.data() + row, rows_);
   }
-}
-
-void PackedRows::store(int64_t row, const bfloat16* x) {
-  auto* to = reinterpret_cast<float*>(data_.data() + row * stride_);
-  for_each_vec<float>(k_, [&](int64_t c, int64_t count) { V::load(x + c, count).store(to + c, count); });
 }
 
 void PackedRows::copy(int64_t row, const PackedRows& from, int64_t from_row) {

@@ -10,9 +10,9 @@
 //   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x gets a scale and a zero
 //          point when it is stored: x ~ scale * (byte - zero). So all bytes from 0 to 255 are used even if no value is
 //          negative, as after ReLU. The zero point times the sum of a column corrects the sums of products.
-//          AVX512_VNNI, AVX-VNNI and, without them, pmaddubsw all give the same integers. A row of x can have 16
-//          bits instead: it is stored as two rows, of its high bytes and of its low ones, whose products add up to
-//          the row's. W is read once for both.
+//          AVX512_VNNI, AVX-VNNI and, without them, pmaddubsw for a few rows and pmaddwd for many all give the same
+//          integers. A row of x can have 16 bits instead: it is stored as two rows, of its high bytes and of its low
+//          ones, whose products add up to the row's. W is read once for both.
 //   int4   x as for int8. W has a scale, and optionally a zero point, for each 32 inputs of a column; int4_kernels.h
 //          describes the layout. Rows stored for int4 can be multiplied by int8 weights as well.
 //
@@ -135,8 +135,6 @@ class PackedRows {
   // gets the scale NaN if it contains NaN or infinity, or if its range overflows fp32. A row whose range is below
   // 2^-120, or 2^-112 in 16 bits, is stored as zeros.
   void store(int64_t row, const float* x);
-  // Widens a row of k numbers of bf16 to rows of fp32.
-  void store(int64_t row, const bfloat16* x);
   // Copies a row of rows of the same k and precision.
   void copy(int64_t row, const PackedRows& from, int64_t from_row);
 

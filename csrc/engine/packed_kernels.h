@@ -244,6 +244,24 @@ struct MultiplyInt8 : IntegerSums<128> {
   }
 };
 
+// int8 whose bytes were widened to 16 bits, two to a step, for many rows on CPUs without dot products.
+struct WordInt8 : IntegerSums<0> {
+  using Right = Lanes;
+  using Left = Lanes;
+  static constexpr std::array<Shape, 1> kShapes{kLeanShapes.back()};
+  static Right right(const char* p) { return load_lanes(p); }
+  static Left left(const char* p) { return broadcast(four_bytes(p)); }
+  static Sum add(Sum sum, Right w, Left x) {
+#if defined(CPU_CAPABILITY_AVX512)
+    const Lanes products = _mm512_madd_epi16(w, x);
+#else
+    const Lanes products = _mm256_madd_epi16(w, x);
+#endif
+    asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));  // see MultiplyInt8
+    return sum;
+  }
+};
+
 // Reads along kRows rows with one pointer for every fourth row. x86 addressing covers the rows between.
 template <int kRows>
 struct RowPointers {

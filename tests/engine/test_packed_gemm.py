@@ -371,9 +371,10 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for rows, k in itertools.product((1, 9, 17), (255, 256, 257, 259, 512, 2050, 4095)):  # around blocks of float sums
         name = f"{rows}-long-{k}"
         cases |= {f"{name} x": draw(rows, k), f"{name} weight": draw(65, k, seed=1), f"{name} bias": draw(65, seed=2)}
-    full = np.full((9, 999), 255, np.float32)
-    for name, sign in (("largest", 1), ("least", -1)):
-        cases |= {f"{name} x": full, f"{name} weight": full * sign, f"{name} bias": np.zeros(9, np.float32)}
+    for rows, (name, sign) in itertools.product((9, 17), (("largest", 1), ("least", -1))):
+        full = np.full((rows, 999), 255, np.float32)
+        name = f"{rows}-{name}"
+        cases |= {f"{name} x": full, f"{name} weight": full * sign, f"{name} bias": np.zeros(rows, np.float32)}
 
     in_int4 = groups_of_cases()
     for name, (left, q, scales, zeros) in in_int4.items():
