@@ -17,6 +17,7 @@ import fastformer
 from fastformer.data import ByteTokenizer
 from fastformer.models import Transformer
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
 torch.manual_seed(0)
 SIZES = dict(d_model=64, d_ff=128, num_heads=2, num_encoder_layers=1, num_decoder_layers=2)
 MODEL = Transformer.from_preset("tiny", vocab_size=259, max_len=4096, **SIZES).eval()
