@@ -10,6 +10,7 @@ from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import BERT, BERTConfig
 from fastformer.nn import SequenceLayout
+from fastformer.special_ids import SpecialIds
 from tests.checkpoints.present import ENCODERS
 from tests.checks import assert_accurate
 from tests.covering import each
@@ -277,6 +278,11 @@ def test_how_a_later_head_pools_is_kept_without_a_head(kind) -> None:
     assert to_huggingface(from_huggingface(theirs)).config.classifier_pooling == "mean"
 
 
+def test_a_family_with_one_end_keeps_the_first_of_several() -> None:
+    ours = BERT(BERTConfig(VOCAB, 48, 4, token_types=2, num_layers=1, special_ids=SpecialIds(0, eos=(2, 3), unk=None)))
+    assert from_huggingface(to_huggingface(ours)).config.special_ids.eos == (2,)
+
+
 def test_heads_that_have_all_their_own_keys_are_those_of_a_bert() -> None:
     config = BERTConfig(VOCAB, token_types=2, num_kv_heads=12)
     assert ENCODER_FORMS["bert"].settings(config)["num_attention_heads"] == 12
@@ -296,8 +302,8 @@ def test_heads_that_have_all_their_own_keys_are_those_of_a_bert() -> None:
 def test_what_no_eurobert_has_is_named(options, name) -> None:
     usual = {
         "d_model": 48, "num_heads": 4, "num_layers": 1, "num_kv_heads": 2, "norm": "rms", "norm_first": True,
-        "embedding_norm": False, "bias": False, "positions": "rotary", "activation": "swiglu", "num_labels": 2,
-        "head": "electra", "head_pooling": "late",
+        "embedding_norm": False, "bias": False, "norm_bias": False, "positions": "rotary", "activation": "swiglu",
+        "num_labels": 2, "head": "electra", "head_pooling": "late",
         **dict.fromkeys(("dropout", "attention_dropout", "head_dropout"), 0.0),
     }  # fmt: skip
     form = ENCODER_FORMS["eurobert"]

@@ -125,7 +125,7 @@ class EncoderForm(NamedTuple):
             "vocab_size": config.vocab_size,
             "pad_token_id": ids.pad,
             "bos_token_id": None if ids.start == ids.pad else ids.start,
-            "eos_token_id": eos_setting(ids) if ids.eos else None,
+            "eos_token_id": None if not ids.eos else eos_setting(ids) if self.pad_ends else ids.eos[0],
             "architectures": [f"{self.classes}{CLASSIFIER if config.num_labels else 'Model'}"],
         }
         if config.num_labels:
