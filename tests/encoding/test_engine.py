@@ -64,13 +64,16 @@ def test_each_family_equals_its_modules(name: str) -> None:
 
 @needs_cpp
 @pytest.mark.parametrize("name", ["bert", "pre-norm", "eurobert"])
-def test_neighbours_do_not_change_the_bits_of_a_label(name: str) -> None:
+def test_neighbours_and_autocast_do_not_change_the_bits_of_a_label(name: str) -> None:
     # So wide that products of another number of rows add up in another order.
     engine = EncoderEngine(model_of(name, d_model=256, num_layers=1, num_heads=4, d_ff=64))
     ids, types = texts_of(engine.model, [5, 9, 3, 17, 8, 2, 11])
     together = engine.classify(ids, types)
     for place, text in enumerate(ids):
         np.testing.assert_array_equal(engine.classify([text], types and [types[place]])[0], together[place])
+    with torch.autocast("cpu", torch.bfloat16):
+        np.testing.assert_array_equal(engine.classify(ids, types), together)
+    assert engine.classify([]).shape == (0, together.shape[1])
 
 
 @needs_cpp

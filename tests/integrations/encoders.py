@@ -188,7 +188,11 @@ _LATER = {
     "eurobert": Case("eurobert", BASE, {"num_key_value_heads": 3, "hidden_act": "gelu_new", **_SCALED}),
     "eurobert labels": Case("eurobert", HEAD, {"num_key_value_heads": 2, "attention_bias": True, **_TURNED}),
     "eurobert bos": Case("eurobert", HEAD, {"classifier_pooling": "bos", "mlp_bias": True, "head_dim": 10}),
-    "eurobert mean": Case("eurobert", HEAD, {"classifier_pooling": "mean", "num_key_value_heads": 1}),
+    "eurobert mean": Case(
+        "eurobert",
+        HEAD,
+        {"classifier_pooling": "mean", "num_key_value_heads": 1, "mlp_bias": True, "attention_bias": True},
+    ),
     "eurobert words": Case("eurobert", WORDS, {"tie_word_embeddings": True, "num_key_value_heads": 2}),
 }
 CASES |= {name: case for name, case in _LATER.items() if case.kind in ENCODERS}
