@@ -171,7 +171,7 @@ def runs_as_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     is_bf16 = dtype == torch.bfloat16
     if not is_bf16 and (dtype != torch.float32 or size < MIN_PRODUCT):
         return False
-    min_rows = _MIN_ROWS_AUTOCAST if is_cast else _min_rows_bf16() if is_bf16 else _MIN_ROWS
+    min_rows = _MIN_ROWS_AUTOCAST if is_cast else _MIN_ROWS_BF16 if is_bf16 else _MIN_ROWS
     if not x.numel() >= min_rows * weight.shape[1] > 0:
         return False
     tensors = (x, weight) if bias is None else (x, weight, bias)
@@ -181,7 +181,7 @@ def runs_as_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     dtypes = (torch.float32, torch.bfloat16) if is_cast else (dtype,)
     return (
-        not (_onednn_is_faster() if is_bf16 else _mkl_is_faster())
+        not (_onednn_is_faster(x.numel() < _MIN_ROWS_ONEDNN * weight.shape[1]) if is_bf16 else _mkl_is_faster())
         # An extension from before this kernel was written lacks it. F.linear then runs without a warning.
         and _extension.instruction_set() is not None
         and _extension.function("linear") is not None
@@ -220,14 +220,10 @@ def _mkl_is_faster() -> bool:
     return torch.backends.mkl.is_available() and is_intel is not None and bool(is_intel())
 
 
-def _min_rows_bf16() -> int:
-    return _MIN_ROWS_ONEDNN if _onednn_has_bf16() else _MIN_ROWS_BF16
-
-
-def _onednn_is_faster() -> bool:
-    """Returns whether oneDNN multiplies bf16, with instructions that are faster than those for fp32."""
+def _onednn_is_faster(has_few_rows: bool = False) -> bool:
+    """Returns whether oneDNN multiplies bf16, and does it with fast instructions, or needs none for a few rows."""
     has_fast = _extension.host_function("has_fast_bf16")
-    return _onednn_has_bf16() and (has_fast is None or has_fast())
+    return (has_few_rows or has_fast is None or bool(has_fast())) and _onednn_has_bf16()
 
 
 def _onednn_has_bf16() -> bool:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer
+from fastformer import doctor
 from fastformer.nn.linear import LINEARS, linear
 from fastformer.ops import _extension
 from tests.checks import assert_accurate, saved_for_backward
@@ -153,6 +154,18 @@ def test_bf16_uses_onednn_where_it_is_faster(
     for rows in (20, 15, 2):
         linear(*(t.bfloat16() for t in inputs(rows, 24)))
     assert products == ([20, 15, 2] if not has_bf16 else [20] if cpu == "slow" else [])
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_the_doctor_says_which_dtype_is_not_pytorchs(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = {"is_intel_cpu": lambda: True, "has_fast_bf16": lambda: is_fast}
+    monkeypatch.setattr(_extension, "host_function", functions.get)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    (op,) = (op for op in doctor.forward_ops() if op.stem == "linear")
+    backend, why = doctor.choice(op, "cpu")
+    assert backend == "torch" and ("bf16" in why) != is_fast
 
 
 def test_an_extension_without_the_kernel_is_not_an_error(products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
