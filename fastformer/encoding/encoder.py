@@ -220,11 +220,11 @@ class Encoder(FolderModel):
             raise ValueError(f"expected finite embeddings or ranges of shape (rows, {dim}), got {rows.shape}")
 
     def encode_query(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
-        """Calls `encode` with the prompt "query", or none if the folder has no such one, unless the call names one."""
+        """Calls `encode` with the prompt "query", without a prompt if the folder lacks it, unless the call names one."""
         return self.encode(sentences, **self._for_task("query", named(self.encode, arguments, options)))
 
     def encode_document(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
-        """Calls `encode` with the first of the prompts "document", "passage" and "corpus" that exists, or none."""
+        """Calls `encode` likewise, with the first of the prompts "document", "passage" and "corpus" that exists."""
         return self.encode(sentences, **self._for_task("document", named(self.encode, arguments, options)))
 
     @contextmanager

@@ -121,13 +121,13 @@ class MultiVectorEncoder(FolderModel):
         return found[0] if is_one else found
 
     def encode_query(self, inputs: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
-        """Calls `encode` with the task "query", and a prompt as `Encoder.encode_query` chooses it."""
+        """Calls `encode` with the task "query", and the prompt that `Encoder.encode_query` would choose."""
         return self.encode(
             inputs, **self._for_task("query", {"task": "query"} | named(self.encode, arguments, options))
         )
 
     def encode_document(self, inputs: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
-        """Calls `encode` with the task "document", and a prompt as `Encoder.encode_document` chooses it."""
+        """Calls `encode` with the task "document", and the prompt that `Encoder.encode_document` would choose."""
         return self.encode(
             inputs, **self._for_task("document", {"task": "document"} | named(self.encode, arguments, options))
         )
