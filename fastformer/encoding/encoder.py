@@ -220,7 +220,7 @@ class Encoder(FolderModel):
             raise ValueError(f"expected finite embeddings or ranges of shape (rows, {dim}), got {rows.shape}")
 
     def encode_query(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
-        """Calls `encode` with the prompt "query", without a prompt if the folder lacks it, unless the call names one."""
+        """Calls `encode` with the prompt "query", or without one if the folder lacks it, unless the call names one."""
         return self.encode(sentences, **self._for_task("query", named(self.encode, arguments, options)))
 
     def encode_document(self, sentences: str | Iterable[str] | None = None, *arguments: Any, **options: Any) -> Any:
