@@ -6,7 +6,6 @@ import contextlib
 import random
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -129,8 +128,6 @@ class Case(NamedTuple):
     @made_once
     def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
         """Makes the model of transformers."""
-        if IS_OLD and self == CASES.get("T5 tied, unscaled"):
-            pytest.skip("before version 5 a T5 scales where it is tied")
         maker = t5 if self.is_t5 else bart
         return maker(self.family, dtype, **self.options | options)
 
@@ -162,7 +159,7 @@ class Case(NamedTuple):
         return sources, SequenceLayout.packed(lengths, target.shape[1])
 
     def exactly(self) -> contextlib.AbstractContextManager[Any]:
-        """Keeps transformers from rounding a T5's norms to fp32 and, before version 5, the softmax as well."""
+        """Keeps transformers from rounding a T5's norms to fp32."""
         return exactly("t5") if self.is_t5 else contextlib.nullcontext()
 
 
@@ -182,7 +179,7 @@ _MARIANS: dict[str, dict[str, Any]] = {
     "relu, starts by itself": {"activation_function": "relu", "decoder_start_token_id": 2},
     "separate": {
         "share_encoder_decoder_embeddings": False,
-        "vocab_size": 60 if IS_OLD else 63,  # before 5, MarianMTModel makes both of one size
+        "vocab_size": 63,
         "decoder_vocab_size": 60,
         "bias": True,
     },

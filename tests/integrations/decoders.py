@@ -70,8 +70,7 @@ class Case(NamedTuple):
         """
         family = FAMILIES[self.kind]
         with made_wide() if is_exact else contextlib.nullcontext():
-            settings = _of_this_version(SIZES | self.options | options)
-            config = getattr(transformers, family.config_class)(**settings)
+            config = getattr(transformers, family.config_class)(**SIZES | self.options | options)
             config._attn_implementation = "eager"
             config._experts_implementation = "eager"  # the others have no products in fp64
             model = getattr(transformers, family.model_class)(config)
@@ -83,25 +82,6 @@ class Case(NamedTuple):
                 size = scale if parameter.dim() == 2 else 0.2
                 parameter.copy_(torch.randn(parameter.shape) * size + (1.0 if is_norm else 0.0))
         return model
-
-
-def _of_this_version(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings with rotary positions in the form of the installed version of transformers."""
-    if not IS_OLD or "rope_parameters" not in settings:
-        return settings
-    found = dict(settings)
-    rope = found.pop("rope_parameters")
-    if "full_attention" in rope:
-        found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-    rope = dict(rope)
-    own = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    if found.get("original_max_position_embeddings"):
-        rope = {("type" if name == "rope_type" else name): value for name, value in rope.items()}
-        rope.pop("original_max_position_embeddings", None)
-    if rope.get("rope_type", rope.get("type")) != "default":
-        found["rope_scaling"] = rope
-    return found | own
 
 
 def ids_of(rows: int = 3, length: int = 21) -> tuple[Tensor, Tensor]:
@@ -134,11 +114,6 @@ def gradients_of(ours: GPT, case: Case) -> dict[str, Tensor]:
                 parameter.copy_(gradient if is_gradient else torch.zeros_like(own))
         weights.append(in_memory(DECODER_FORMS[case.kind].from_model(twin)[1], {}))
     return in_ours(case, {name: weights[0][name] - weights[1][name] for name in weights[0]})
-
-
-def in_both(name: str) -> str:
-    """Returns the name of a parameter in version 5 of transformers."""
-    return "lm_head.weight" if name == "embed_out.weight" else name
 
 
 _LLAMA: dict[str, dict[str, Any]] = {

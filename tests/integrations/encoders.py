@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor
 
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
-from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.models import BERT
 from fastformer.nn import SequenceLayout
 from tests.checkpoints.present import ENCODERS
@@ -156,7 +155,7 @@ def drawn(kind: str, seed: int) -> Case:
 
 
 # The families whose models have no other attention.
-ONLY_EAGER = ("mpnet", "electra") if RETURNS_TUPLES else ("mpnet",)
+ONLY_EAGER = ("mpnet",)
 _BIASES = dict.fromkeys(("norm_bias", "mlp_bias", "classifier_bias", "attention_bias"), True)
 _TYPED: dict[str, Any] = {"type_vocab_size": 3}
 CASES = {

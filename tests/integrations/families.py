@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mt5.modeling_mt5 import MT5Attention, MT5LayerNorm
-from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
+from transformers.models.mt5.modeling_mt5 import MT5LayerNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import fastformer
-from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import record_backends
 from tests.integrations.remembered import made_once
 from tests.nn.comparing import assert_same
@@ -88,32 +86,17 @@ def exact_norm(self: Any, x: Tensor) -> Tensor:
     return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
 
 
-def exact_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Computes attention without rounding fp64 scores to fp32."""
-
-    @functools.wraps(forward)
-    def run(*args: Any, **options: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
-            return forward(*args, **options)
-
-    return run
-
-
 @contextlib.contextmanager
 def exactly(family: str, *, accelerated: bool = False) -> Iterator[None]:
-    """Keeps the code of transformers from rounding to fp32: statistics and, before version 5, the softmax.
+    """Keeps the code of transformers from rounding statistics to fp32.
 
     Args:
-        accelerated: whether the model is accelerated. Then only T5's attention before version 5 is transformers' own.
+        accelerated: whether the model is accelerated. Then none of that code runs.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not accelerated and family in ("llama", "t5"):
             for norm in (LlamaRMSNorm,) if family == "llama" else (T5LayerNorm, MT5LayerNorm):
                 patch.setattr(norm, "forward", exact_norm)
-        if RETURNS_TUPLES and family == "t5":
-            for attention in (T5Attention, MT5Attention):
-                patch.setattr(attention, "forward", exact_attention(attention.forward))
         yield
 
 
@@ -153,12 +136,10 @@ def assert_all_same(ours: list[Tensor], theirs: list[Tensor], name: str, toleran
 
 def before_and_after(model: Any, call: Callable[[], Any], **options: Any) -> tuple[Any, Any]:
     """Returns the results of a call of a model before `accelerate` with these options, and after it."""
-    family = model.config.model_type
-    with exactly(family):
+    with exactly(model.config.model_type):
         before = call()
     fastformer.accelerate(model, **options)
-    with exactly(family, accelerated=True):
-        return before, call()
+    return before, call()
 
 
 def layers_of(model: Any) -> list[nn.ModuleList]:

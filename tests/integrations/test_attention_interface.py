@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM
-from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import fastformer
 from fastformer.integrations import attention_interface
@@ -24,7 +24,6 @@ from fastformer.integrations.attention_interface import (
     patched_attention,
     unpatch_attention,
 )
-from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import record_backends
 from tests.covering import by_turns, each
 from tests.integrations import conversions
@@ -104,9 +103,6 @@ patch_attention(LED)
 def masked(real: Tensor = RIGHT, **options: Any) -> Any:
     seqlen = real.shape[1]
     sizes: dict[str, Any] = {"batch_size": 4, "q_length": seqlen, "kv_length": seqlen, "config": LED.config}
-    if "cache_position" in sdpa_mask.__code__.co_varnames:
-        sizes = {"cache_position": torch.arange(seqlen), **sizes}
-        del sizes["q_length"]
     return make_mask(**{**sizes, "mask_function": causal_mask_function, "attention_mask": real, **options})
 
 
@@ -162,7 +158,6 @@ def test_every_write_into_a_mask_is_noticed(seqlen, write):
     assert not torch.allclose(attended(), before), "the write says something else"
 
 
-@pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 transformers' function knows neither")
 def test_calls_that_the_ops_do_not_support_go_to_transformers():
     model = make("llama")
     patch_attention(model)
@@ -191,8 +186,6 @@ SPARSE = SMALL | {
 @pytest.mark.parametrize("family, options", [("Falcon", SMALL), ("DeepseekV32", SPARSE), ("GlmMoeDsa", SPARSE)])
 def test_code_that_looks_up_the_name_sdpa_finds_it(family, options):
     """Under another name, the code would add a mask of ones to the scores, or attend to all keys."""
-    if not hasattr(transformers, f"{family}Config"):
-        pytest.skip("of late versions of transformers 5")
     torch.manual_seed(5)
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**options)).eval()
     for parameter in model.parameters():
@@ -246,7 +239,6 @@ def test_a_copy_is_routed_and_its_masks_are_understood():
 
 
 @pytest.mark.slow  # it makes and compiles a cache of its own, twice
-@pytest.mark.skipif(RETURNS_TUPLES, reason="4.57 batches on a GPU alone")
 def test_continuous_batching_accepts_the_name():
     model = make("llama").float().eval()
     options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
@@ -283,8 +275,7 @@ def test_a_mask_that_does_not_fit_the_memory():
         "encoder_outputs": (torch.randn(4, 9, 24, generator=generator),),
         "decoder_input_ids": torch.tensor([[2, 7, 9]] * 4),
     }
-    # Version 4 cuts a mask that is too long, for which fastformer raises.
-    for length in (1, 3, 9) if conversions.IS_OLD else (1, 3, 9, 12):
+    for length in (1, 3, 9, 12):
         mask = (torch.arange(length) < torch.tensor([[9], [length - 1], [length], [1]])).long()
         try:
             expected = plain(**given, attention_mask=mask).logits

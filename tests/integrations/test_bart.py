@@ -116,7 +116,7 @@ def test_an_attention_that_was_made_causal_or_no_longer_is(name, family):
 
 @families
 def test_a_row_without_memory_is_unchanged(family):
-    """Before transformers 5, such a row attends to all ignored keys, and since then to none."""
+    """Such a row attends to none of the ignored keys."""
     decoder = make(family).model.decoder.eval()
     memory, mask = torch.randn(4, 9, 24, dtype=torch.float64), RIGHT & (torch.arange(4) != 2)[:, None]
     given: dict[str, Any] = {"attention_mask": BEHIND.long(), "encoder_hidden_states": memory, "use_cache": False}
@@ -133,7 +133,7 @@ def test_a_row_without_memory_is_unchanged(family):
 
 @families
 def test_generation_continues_from_a_cache(family):
-    """transformers passes an encoder the arguments in its signature; before version 5, a cache is not among them."""
+    """transformers passes an encoder the arguments in its signature."""
     model = make(family).eval()
     options = {"attention_mask": RIGHT.long(), "max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
 

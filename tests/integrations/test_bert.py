@@ -115,8 +115,6 @@ def with_activation(activation: torch.nn.Module) -> set[str]:
 def test_a_custom_scale(mask):
     model = make().eval()
     for layer in model.encoder.layer:
-        if not hasattr(layer.attention.self, "scaling"):
-            pytest.skip("before transformers 5 there is none")
         layer.attention.self.scaling *= 0.25
     options = {} if mask is None else {"attention_mask": mask.long()}
     before, after = before_and_after(model, lambda: model(IDS, **options).last_hidden_state)
@@ -124,15 +122,12 @@ def test_a_custom_scale(mask):
     assert_same(after * real, before * real, "hidden states", 1e-9)
 
 
-@pytest.mark.usefixtures("torch_as_before")
 def test_a_decoder_with_a_cache():
     model = make(is_decoder=True).eval()
     whole = model(IDS).last_hidden_state
     fastformer.accelerate(model)
     assert_same(model(IDS).last_hidden_state, whole, "causal", 1e-9)
     first = model(IDS[:, :5], use_cache=True)
-    # transformers before 5 writes fp64's lowest number into a mask of the default dtype.
-    torch.set_default_dtype(torch.float64)
     second = model(IDS[:, 5:], **{CACHE: first[CACHE]}, use_cache=True)
     assert_same(second.last_hidden_state, whole[:, 5:], "with a cache", 1e-9)
 

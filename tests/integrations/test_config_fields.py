@@ -33,9 +33,7 @@ from tests.integrations.config_fields import (
     outcomes,
     results,
 )
-from tests.integrations.decoders import IS_OLD
 
-pytestmark = pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
 kinds = pytest.mark.parametrize("kind", PRESENT)
 # The rest of these take ten minutes together.
 FAST = [

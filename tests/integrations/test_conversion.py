@@ -17,7 +17,7 @@ from fastformer.models import GPT, GPTConfig, SpecialIds, Transformer, Transform
 from fastformer.nn import MultiheadAttention, RelativePositionBias, SequenceLayout
 from fastformer.ops import record_backends
 from tests.covering import by_turns, each
-from tests.integrations.conversions import CASES, IS_OLD, LEARNED, opinionated, t5, until_end
+from tests.integrations.conversions import CASES, LEARNED, opinionated, t5, until_end
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -87,9 +87,6 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
             return
         back.save_pretrained(tmp_path / "theirs")
         saved = type(back).from_pretrained(tmp_path / "theirs", dtype=torch.float64)
-        if IS_OLD and untied and case.family != "Marian":  # it loads without the matrix that its sides share
-            for stack in (saved.model.encoder, saved.model.decoder):
-                stack.embed_tokens.weight = saved.model.shared.weight
         torch.testing.assert_close(case.logits(saved), expected, rtol=1e-6, atol=1e-6)
     ours.save_pretrained(tmp_path / "ours")
     loaded = Transformer.from_pretrained(tmp_path / "ours")
@@ -204,8 +201,6 @@ def test_every_end_id_of_a_decoder_survives_the_conversion(eos) -> None:
 
 @some("Marian real", "Bart real", "T5 1.0")
 def test_the_pad_row_of_a_tied_matrix_is_kept_for_the_output(case) -> None:
-    if IS_OLD and case.family == "Bart":
-        pytest.skip("before version 5 a BART has one matrix for both sides")
     config = from_huggingface(case.make()).config
     config.embed_pad = False
     ours = Transformer(config, dtype=torch.float64).eval()
@@ -230,7 +225,7 @@ def test_dtype_and_mode_stay(case) -> None:
 @pytest.mark.parametrize("fused_loss", [False, True])
 @some("Marian real", "Bart real", "MBart real", "Pegasus real", "T5 1.0")
 def test_an_accelerated_model_is_converted(case, fused_loss) -> None:
-    if fused_loss and (case.family in ("MBart", "Pegasus") or (IS_OLD and case.is_t5)):
+    if fused_loss and case.family in ("MBart", "Pegasus"):
         pytest.skip("accelerate doesn't know this family's head")
     theirs = case.make()
     expected = case.logits(theirs)

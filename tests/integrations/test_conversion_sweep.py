@@ -16,7 +16,7 @@ from fastformer.integrations import from_huggingface
 from fastformer.models import Transformer
 from tests.checks import assert_accurate
 from tests.covering import by_turns
-from tests.integrations.conversions import CASES, IS_OLD, Case, drawn
+from tests.integrations.conversions import CASES, Case, drawn
 from tests.nn.comparing import assert_same
 
 KINDS = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "T5", "MT5")
@@ -58,7 +58,7 @@ def gradients_of(ours: Transformer, theirs: Any) -> Iterator[tuple[str, Tensor, 
         places.setdefault(id(parameter), []).append(name)
     for name, parameter in theirs.named_parameters():
         roles = {role for place, role in ROLES.items() if any(each.endswith(place) for each in places[id(parameter)])}
-        if parameter.grad is None or (IS_OLD and roles):  # version 4 ties other matrices
+        if parameter.grad is None:
             continue
         if not roles:
             scale = theirs.config.d_kv if name.endswith("ttention.q.weight") else 1  # the weights there are smaller
@@ -145,8 +145,6 @@ def test_heads_of_zeros_stay() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_configs_compute_and_learn_the_same(kind, seed) -> None:
     """Proves that results differ only by rounding in fp64, and obey the rule in fp32, over several draws of weights."""
-    if IS_OLD:
-        pytest.skip("version 4 ties other matrices")
     case = drawn(kind, seed)
     found: dict[str, list[tuple[Tensor, ...]]] = {}
     for draw in range(3, 15):

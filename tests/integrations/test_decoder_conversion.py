@@ -19,13 +19,11 @@ from tests.checks import assert_accurate
 from tests.integrations.conversions import until_end
 from tests.integrations.decoders import (
     CASES,
-    IS_OLD,
     Case,
     Wide,
     drawn,
     gradients_of,
     ids_of,
-    in_both,
     in_ours,
     loss_of,
 )
@@ -69,11 +67,11 @@ def check(case: Case, ids: Tensor, labels: Tensor, seeds: Sequence[int]) -> None
         gradients = gradients_of(ours, case)
         for (name, one), (_, other) in zip(plain.named_parameters(), exact.named_parameters(), strict=True):
             assert one.grad is not None and other.grad is not None and other.grad.abs().max() > 1e-6, name
-            found.setdefault(name, []).append((gradients[in_both(name)], one.grad, other.grad))
+            found.setdefault(name, []).append((gradients[name], one.grad, other.grad))
     for name, tensors in found.items():
         each = [torch.stack(which) for which in zip(*tensors, strict=True)]
         # Errors of scores, which are relaxed, are in all gradients.
-        assert_accurate(each[0], each[1], each[2], "dk" if in_both(name) in gradients else name)
+        assert_accurate(each[0], each[1], each[2], "dk" if name in gradients else name)
 
 
 def check_exactly(case: Case, ids: Tensor, labels: Tensor) -> None:
@@ -91,7 +89,7 @@ def check_exactly(case: Case, ids: Tensor, labels: Tensor) -> None:
     gradients = gradients_of(ours, case)
     for name, parameter in theirs.named_parameters():
         assert parameter.grad is not None
-        assert_same(gradients[in_both(name)], parameter.grad, name, 1e-9)
+        assert_same(gradients[name], parameter.grad, name, 1e-9)
 
 
 @cases
@@ -109,8 +107,6 @@ def test_each_family_computes_the_same(name) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", DECODER_FORMS)
 def test_random_configs_compute_and_say_the_same(kind, seed) -> None:
-    if IS_OLD:
-        pytest.skip("version 4 reads fewer of the settings that are drawn")
     case = drawn(kind, seed)
     check_exactly(case, *ids_of(length=37))
     check_tokens(case, ("kv_cache", "cpp", "recompute")[seed % 3], is_lively=False)
@@ -121,7 +117,7 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
     theirs = case.make()
     ours = from_huggingface(theirs)
     back = to_huggingface(ours)
-    state, again = ({in_both(name): w for name, w in each.state_dict().items()} for each in (theirs, back))
+    state, again = theirs.state_dict(), back.state_dict()
     if type(back) is type(theirs):
         assert state.keys() == again.keys()
     # Of several families that have these options it becomes the first.
@@ -132,7 +128,7 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
         assert own.keys() == state.keys()
         for name, weight in in_ours(case, state).items():
             torch.testing.assert_close(found[name], weight, rtol=0, atol=atol, msg=name)
-    same = type(theirs.config)(**of_version(settings, 4 if IS_OLD else 5))
+    same = type(theirs.config)(**of_version(settings, 5))
     assert from_huggingface(type(theirs)(same)).config == ours.config
     twin = from_huggingface(back)
     assert twin.config == ours.config

@@ -11,14 +11,13 @@ from torch import Tensor
 from fastformer.checkpoints.hf import ENCODER_FORMS
 from fastformer.integrations import accelerate
 from tests.integrations import encoders
-from tests.integrations.conversions import CASES, IS_OLD, drawn
+from tests.integrations.conversions import CASES, drawn
 from tests.integrations.test_engine_encode import batch_of
 from tests.integrations.test_engine_sources import check, padded, whole
 
 SIDES = ("right", "left", "holes")
 LENGTHS = (13, 12, 3, 11, 1)
-KINDS = [kind for kind in ENCODER_FORMS if not (IS_OLD and kind == "distilbert")]
-SOURCES = ["Bart real", "Marian real", "MBart real", "Pegasus real", "M2M100 real", *([] if IS_OLD else ["T5 1.1"])]
+SOURCES = ["Bart real", "Marian real", "MBart real", "Pegasus real", "M2M100 real", "T5 1.1"]
 # slow: each family with padding everywhere
 encoder_cases = pytest.mark.parametrize(
     ("kind", "side"),
@@ -26,7 +25,7 @@ encoder_cases = pytest.mark.parametrize(
         pytest.param(
             kind, side, marks=() if (kind, side) in {("bert", "left"), ("mpnet", "holes")} else pytest.mark.slow
         )
-        for kind in KINDS
+        for kind in ENCODER_FORMS
         for side in SIDES
     ],
 )
@@ -97,7 +96,7 @@ def test_bits_do_not_depend_on_the_threads(threads: int) -> None:
 
 @pytest.mark.slow  # every option with every other, at unusual sizes
 @pytest.mark.parametrize("seed", range(9))
-@pytest.mark.parametrize("family", ["Bart", "Marian", "MBart", "Pegasus", "M2M100", *([] if IS_OLD else ["T5"])])
+@pytest.mark.parametrize("family", ["Bart", "Marian", "MBart", "Pegasus", "M2M100", "T5"])
 def test_random_configs_compute_the_same(family: str, seed: int, calls: list[int]) -> None:
     check(drawn(family, seed), whole(padded(SIDES[seed % 3])))
     assert calls == [1]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fastformer.generation import repack
 from fastformer.integrations import accelerate, report, restore
-from fastformer.integrations.known import RETURNS_TUPLES
 from tests.integrations import conversions
 from tests.integrations import test_engine_encode as encode
 from tests.integrations import test_engine_sources as sources
@@ -78,9 +77,7 @@ def test_a_method_that_is_replaced_in_a_class_inside_is_called(
     kind: str, owner: str, name: str, monkeypatch: pytest.MonkeyPatch, calls: list[int]
 ) -> None:
     source = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    method = vars(getattr(source, owner, object)).get(name)
-    if method is None or (conversions.IS_OLD and kind == "distilbert"):
-        pytest.skip(f"this version of transformers has no {owner}.{name} that the engine replaces")
+    method = vars(getattr(source, owner))[name]
     models = pair(kind)
     is_static, count = isinstance(method, staticmethod), calls[0]
     assert count == 1
@@ -101,7 +98,6 @@ def test_a_method_that_is_replaced_in_a_class_inside_is_called(
     assert calls[0] == count + 1
 
 
-@pytest.mark.skipif(conversions.IS_OLD, reason="before version 5 a T5's encoder keeps its modules")
 def test_the_bias_of_a_t5_that_is_replaced_is_computed(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -156,7 +152,7 @@ def of_layer(name: str, attribute: str, value: Any) -> Callable[[Any], None]:
 
 def patched_bound(model: Any) -> None:
     layer = model.encoder.layer[0]
-    layer.forward = types.MethodType(lambda self, x, *args, **kwargs: (x * 2,) if RETURNS_TUPLES else x * 2, layer)
+    layer.forward = types.MethodType(lambda self, x, *args, **kwargs: x * 2, layer)
 
 
 def swapped_layers(model: Any) -> None:
@@ -287,9 +283,8 @@ def test_a_model_that_moves_to_meta_and_back(calls: list[int]) -> None:
     for model in (plain, ours):
         model.to("meta")
     alike(plain, ours)
-    if not RETURNS_TUPLES:  # before transformers 5 the model reads values of its inputs
-        with torch.no_grad():
-            assert ours(input_ids=IDS.to("meta"))[0].is_meta
+    with torch.no_grad():
+        assert ours(input_ids=IDS.to("meta"))[0].is_meta
     assert calls == [1]
     for model in (plain, ours):
         model.load_state_dict(weights, assign=True)

@@ -19,7 +19,7 @@ from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
 from fastformer.integrations import accelerate
 from tests.checkpoints.present import ENCODERS
 from tests.checks import assert_accurate
-from tests.integrations.decoders import GRANITE4, IS_OLD, Wide
+from tests.integrations.decoders import GRANITE4, Wide
 from tests.integrations.encoders import BASE, CASES, HEAD, ONLY_EAGER, VOCAB, Case, drawn, padded, texts_of
 from tests.memory import resident
 
@@ -85,7 +85,6 @@ names = pytest.mark.parametrize(
         # slow: more options of each family
         pytest.param(name, marks=pytest.mark.slow if case.head == HEAD else ())
         for name, case in CASES.items()
-        if not (IS_OLD and case.kind == "distilbert")
     ],
 )
 
@@ -170,7 +169,6 @@ _TURNS = (("bert", "holes"), ("roberta labels", "left"), ("mpnet", "holes"), ("m
         # slow: each option of each family, at each side
         pytest.param(name, side, marks=() if (name, side) in _TURNS else pytest.mark.slow)
         for name, case in CASES.items()
-        if not (IS_OLD and case.kind == "distilbert")
         for side in ("left", "holes")
     ],
 )
@@ -216,7 +214,7 @@ def decoder_of(kind: str, end: str = "Model", **options: Any) -> Any:
     [
         pytest.param(kind, marks=() if kind in ("qwen3", "llama", "gemma3_text") else pytest.mark.slow)
         for kind in DECODER_FORMS
-        if kind not in ("gpt2", "gpt_neox", "phi") and not IS_OLD
+        if kind not in ("gpt2", "gpt_neox", "phi")
     ],
 )
 def test_a_decoder_embeds_without_a_cache(kind: str, side: str, calls: list[int]) -> None:
@@ -237,7 +235,6 @@ def test_a_decoder_embeds_without_a_cache(kind: str, side: str, calls: list[int]
     assert calls == [2]
 
 
-@pytest.mark.skipif(IS_OLD, reason="decoders are replaced from transformers 5 on")
 def test_a_decoder_inside_of_one_that_generates_stays_by_its_modules(calls: list[int]) -> None:
     ours = accelerate(decoder_of("qwen3", "ForCausalLM"), precision="int8")
     batch = {"input_ids": torch.tensor([[5, 6, 7]])}
@@ -247,7 +244,6 @@ def test_a_decoder_inside_of_one_that_generates_stays_by_its_modules(calls: list
     assert calls == [0]
 
 
-@pytest.mark.skipif(IS_OLD, reason="decoders are replaced from transformers 5 on")
 def test_a_decoders_classifier_reads_the_last_id_that_is_not_pad(calls: list[int]) -> None:
     """Tests rows whose last id is PAD's word, and one whose mask hides an id that the classifier reads."""
     plain = decoder_of("qwen3", "ForSequenceClassification", num_labels=3)

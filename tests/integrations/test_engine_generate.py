@@ -79,8 +79,6 @@ DRAWN: dict[str, Callable[[str, int], Any]] = {
 @pytest.mark.parametrize("kind", DRAWN)
 def test_tokens_of_random_configs_on_either_side_of_padding(kind, seed):
     """Proves that 64 greedy tokens and two beam searches equal transformers' for randomly drawn options."""
-    if conversions.IS_OLD:
-        pytest.skip("version 4 reads fewer of the settings that are drawn")
     ties = rows = 0
     for is_left in (False, True):
         pair = pair_of(DRAWN[kind](kind, seed), left=is_left)
@@ -437,9 +435,9 @@ def test_a_published_gemma_names_a_kind_of_cache():
 def test_longrope_beyond_the_original_length(name):
     """The longest prompt decides how all tokens rotate. If a search crosses the length, transformers' loop runs it."""
     rope, old = decoders.LONGROPE | {"original_max_position_embeddings": 8, "long_factor": [1.5, 4.0, 9.0]}, {}
-    if name.startswith("phi3") or decoders.IS_OLD:
+    if name.startswith("phi3"):
         old = {"original_max_position_embeddings": 8}
-    if not name.startswith("phi3"):  # heads of 4 features, all of which turn
+    else:  # heads of 4 features, all of which turn
         rope |= {"short_factor": [1.0, 1.2], "long_factor": [1.5, 4.0], "partial_rotary_factor": 1.0, "factor": 12.0}
     pair = pair_of(name, left=True, rope_parameters=rope, max_position_embeddings=96, **old)
     every = dict(pair.inputs)

@@ -141,7 +141,7 @@ def test_a_resized_vocabulary_stays_on_the_engine(name):
 @pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", ["llama grouped heads", "qwen3 wide heads"])
 def test_hidden_states_that_were_recorded_change_nothing(name, is_early):
-    """Before version 5 transformers records them by a forward on each layer, and leaves the layer's own one there."""
+    """transformers records them by hooks on the layers, and leaves the hooks there."""
     pair = pair_of(name, left=True)
     expected = report(pair.ours)
     recorded = pair.plain if is_early else pair.ours

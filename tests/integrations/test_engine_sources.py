@@ -18,10 +18,10 @@ from fastformer.encoding import source_engine
 from fastformer.integrations import accelerate, engine_encode
 from tests.checks import assert_accurate
 from tests.covering import by_turns
-from tests.integrations.conversions import CASES, IS_OLD, T5, Case
+from tests.integrations.conversions import CASES, T5, Case
 from tests.integrations.decoders import Wide
 
-NAMES = [name for name, case in CASES.items() if case.family != "MT5" and not (IS_OLD and case.is_t5)]
+NAMES = [name for name, case in CASES.items() if case.family != "MT5"]
 # One of each kind of positions; slow: every option of every family.
 FEW = ("Marian separate", "MBart scaled, bias", "M2M100 real", "T5 1.1")
 
@@ -188,7 +188,7 @@ def test_a_changed_model_computes_its_changes(name: str, calls: list[int]) -> No
     [
         "Bart real",
         # slow: other ways by which a model has its encoder
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ["MBart real", *([] if IS_OLD else ["T5 1.0"])]),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ["MBart real", "T5 1.0"]),
     ],
 )
 def test_decoding_and_encoding_share_their_weights(name: str, calls: list[int], packs: list[int]) -> None:
@@ -249,7 +249,6 @@ def test_ids_outside_of_the_vocabulary(calls: list[int]) -> None:
     assert calls == [0]
 
 
-@pytest.mark.skipif(IS_OLD, reason="before version 5 a T5's encoder keeps its modules")
 def test_a_t5_without_a_decoder(calls: list[int]) -> None:
     torch.manual_seed(3)
     plain = transformers.T5EncoderModel(transformers.T5Config(**T5)).eval()

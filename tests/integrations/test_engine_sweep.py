@@ -15,7 +15,6 @@ from transformers.generation import logits_process, stopping_criteria
 
 from fastformer.checkpoints.hf import DECODER_FORMS
 from fastformer.integrations.known import CACHE
-from tests.integrations import conversions
 from tests.integrations.engine_calls import counted, pair_of
 from tests.integrations.test_engine_generate import DRAWN
 
@@ -183,7 +182,6 @@ def test_random_calls(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(conversions.IS_OLD, reason="version 4 reads fewer of the settings that are drawn")
 @pytest.mark.parametrize("kind", DRAWN)
 def test_many_random_calls(kind):
     """Proves for each family that 150 random calls of changing models give transformers' tokens, or an error where
