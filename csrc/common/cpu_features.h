@@ -12,7 +12,7 @@ namespace fastformer {
 
 struct CpuFeatures {
   bool avx512_vnni = false;  // vpdpbusd on 64 bytes
-  bool avx512_bf16 = false;  // vcvtneps2bf16, and vdpbf16ps, which only has_fast_bf16_dot() recommends
+  bool avx512_bf16 = false;  // vcvtneps2bf16, and vdpbf16ps: see has_fast_bf16_dot()
   bool avx_vnni = false;     // vpdpbusd on 32 bytes, without AVX-512
   bool amx_int8 = false;
   bool amx_bf16 = false;

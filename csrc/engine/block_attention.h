@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "common/cpu_features.h"
 #include "common/gemm.h"
 #include "engine/tiles.h"
 
@@ -19,7 +20,7 @@ void store_row(const float* from, int64_t n, T* to) {
   using V = Vec<float>;
   int64_t c = 0;
   if constexpr (std::is_same_v<T, bfloat16>)
-    if (has_bf16_dot())
+    if (cpu_features().avx512_bf16)
       for (; c + V::size <= n; c += V::size) store_narrow<true>(V::load(from + c), to + c);
   for_each_vec<float>(n - c, [=](int64_t i, int64_t m) { V::load(from + c + i, m).store(to + c + i, m); });
 }
@@ -98,8 +99,8 @@ class PackedHead {
         if constexpr (std::is_same_v<T, float>) sum = weigh<false>(x, width, lowered, scale2, factors, x);
         else {
           T* to = weights_.data() + i * width;
-          sum = has_bf16_dot() ? weigh<true>(x, width, lowered, scale2, factors, to)
-                               : weigh<false>(x, width, lowered, scale2, factors, to);
+          sum = cpu_features().avx512_bf16 ? weigh<true>(x, width, lowered, scale2, factors, to)
+                                           : weigh<false>(x, width, lowered, scale2, factors, to);
         }
         inverse[i] = sum == 0 ? 0.f : 1.f / sum;  // NaN stays NaN
       }
