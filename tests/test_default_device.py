@@ -12,7 +12,6 @@ from fastformer import models
 from fastformer.data.batching import collate, plan_epoch
 from fastformer.data.examples import Example
 from fastformer.generation import generate
-from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.nn import TransformerEncoder, TransformerEncoderLayer
 from tests.generation.small import CPP
 from tests.integrations.families import FAMILIES, IDS, make
@@ -22,8 +21,6 @@ MASK = torch.arange(9) < torch.tensor([[9], [4], [1], [7]])
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_batches_of_transformers_models(family: str) -> None:
-    if RETURNS_TUPLES and family in ("bart", "marian"):
-        pytest.skip("before version 5 transformers' own decoder fails on another default device")
     model = make(family).float().eval()
     decodes = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
     fastformer.accelerate(model)

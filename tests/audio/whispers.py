@@ -67,5 +67,4 @@ def states_of(model: Any, features: Tensor) -> Tensor:
         x = x + encoder.embed_positions.weight[: x.shape[1]]
         for layer in encoder.layers:
             x = layer(x, None)
-            x = x[0] if isinstance(x, tuple) else x
         return encoder.layer_norm(x)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.checkpoints.families import ENGLISH, byte_level, of_files, write_pieces
+from tests.checkpoints.families import ENGLISH, byte_level, write_pieces
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
@@ -72,7 +72,7 @@ def llama3(folder: Path) -> None:
 def llama2(folder: Path) -> None:
     """Makes a folder with a SentencePiece BPE in a tokenizer.json, in which PAD is a token."""
     _llama_pieces(folder)
-    tokenizer = of_files("LlamaTokenizer", folder, add_bos_token=True, pad_token="<unk>")
+    tokenizer = transformers.LlamaTokenizer.from_pretrained(folder, add_bos_token=True, pad_token="<unk>")
     _llama(folder, tokenizer, len(tokenizer), pad_token_id=0)
     (folder / "tokenizer.model").unlink()
 

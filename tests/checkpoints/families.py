@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -20,14 +19,15 @@ from transformers import (
     MarianTokenizer,
     PegasusConfig,
     PegasusForConditionalGeneration,
+    PegasusTokenizer,
     T5Config,
     T5ForConditionalGeneration,
+    T5Tokenizer,
 )
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
-IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 ENGLISH = ["two men walk the dog in the park", "a woman reads a book", "the dog sees two birds", "men read in the park"]
 GERMAN = ["zwei Männer führen den Hund im Park aus", "eine Frau liest ein Buch", "der Hund sieht zwei Vögel"]
 TEXTS = ["the dog reads a book", "two birds", "a woman in the park", "men walk the dog"]
@@ -115,7 +115,7 @@ def marian(folder: Path, *, separate: bool = False, bad_words: bool = True) -> S
 def pegasus(folder: Path) -> Saved:
     """Makes a folder with both kinds of tokenizer."""
     write_pieces(folder / "spiece.model", ENGLISH, vocab_size=48, **T5_IDS)
-    tokenizer = of_files("PegasusTokenizer", folder)
+    tokenizer = PegasusTokenizer.from_pretrained(folder)
     model = PegasusForConditionalGeneration(
         PegasusConfig(
             vocab_size=len(tokenizer), scale_embedding=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
@@ -129,16 +129,10 @@ def pegasus(folder: Path) -> Saved:
     return saved(folder, model, tokenizer, TEXTS, bad_words_ids=[[0]])
 
 
-def of_files(name: str, folder: Path, **options: Any) -> Any:
-    """Returns transformers' tokenizer for a SentencePiece model in a folder."""
-    fast = f"{name}Fast"  # before version 5, the one that saves a tokenizer.json
-    return getattr(transformers, fast if IS_OLD else name).from_pretrained(folder, **options)
-
-
 def t5(folder: Path) -> Saved:
     """Makes a folder with both kinds of tokenizer."""
     write_pieces(folder / "spiece.model", ENGLISH, vocab_size=48, **T5_IDS)
-    tokenizer = of_files("T5Tokenizer", folder, extra_ids=4)
+    tokenizer = T5Tokenizer.from_pretrained(folder, extra_ids=4)
     model = T5ForConditionalGeneration(
         T5Config(
             vocab_size=len(tokenizer) + 5, d_model=32, d_kv=8, num_heads=3, d_ff=48, num_layers=2,

@@ -12,8 +12,11 @@ from transformers import (
     M2M100Config,
     M2M100ForConditionalGeneration,
     M2M100Tokenizer,
+    MBart50Tokenizer,
     MBartConfig,
     MBartForConditionalGeneration,
+    MBartTokenizer,
+    NllbTokenizer,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -26,7 +29,6 @@ from tests.checkpoints.families import (
     TEXTS,
     Saved,
     draw,
-    of_files,
     saved,
     tokenizers,
     without,
@@ -73,7 +75,7 @@ class Spoken(NamedTuple):
         self.saved.tokenizer.src_lang = self.source
         if self.saved.model.config.decoder_start_token_id != self.target_id():
             options = {"forced_bos_token_id": self.target_id(), **options}
-        # Version 5 takes M2M100's languages for text.
+        # transformers takes M2M100's languages for text.
         token, texts = f"__{self.target}__", self.saved.said(**options)
         return [text.removeprefix(token).lstrip() if text.startswith(token) else text for text in texts]
 
@@ -102,8 +104,7 @@ def _model(kind: str, vocab_size: int, seed: int, **options: Any) -> Any:
 
 def nllb(folder: Path, **options: Any) -> Spoken:
     write_pieces(folder / _FILE, BOTH, vocab_size=80, model_type="bpe")
-    languages = {"additional_special_tokens" if families.IS_OLD else "extra_special_tokens": NLLB}
-    tokenizer = of_files("NllbTokenizer", folder, **languages, **options)
+    tokenizer = NllbTokenizer.from_pretrained(folder, extra_special_tokens=NLLB, **options)
     (folder / _FILE).unlink()
     model = _model("m2m_100", len(tokenizer) + 2, 7)
     return Spoken(saved(folder, model, tokenizer, TEXTS), "eng_Latn", "deu_Latn", ("en", "deu"))
@@ -123,14 +124,14 @@ def m2m100(folder: Path) -> Spoken:
 
 def mbart50(folder: Path) -> Spoken:
     write_pieces(folder / _FILE, BOTH, vocab_size=80)
-    tokenizer = of_files("MBart50Tokenizer", folder)
+    tokenizer = MBart50Tokenizer.from_pretrained(folder)
     model = _model("mbart", len(tokenizer), 3)
     return Spoken(saved(folder, model, tokenizer, TEXTS), "en_XX", "de_DE", ("en", "de"))
 
 
 def mbart(folder: Path) -> Spoken:
     write_pieces(folder / _FILE, BOTH, vocab_size=80)
-    tokenizer = of_files("MBartTokenizer", folder)
+    tokenizer = MBartTokenizer.from_pretrained(folder)
     start = tokenizer.convert_tokens_to_ids("ro_RO")
     model = _model("mbart", len(tokenizer), 4, decoder_start_token_id=start)
     return Spoken(saved(folder, model, tokenizer, TEXTS), "en_XX", "ro_RO", ("en", "ro"))
@@ -141,7 +142,7 @@ def madlad(folder: Path) -> Spoken:
     symbols = [f"<2{name}>" for name in ("de", "fr", "zh", "zh_Hant")]
     processor = write_pieces(folder / "spiece.model", BOTH, vocab_size=70, user_defined_symbols=symbols, **T5_IDS)
     pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
-    # Not `of_files`, which would read the symbols before it cuts the text, and SentencePiece doesn't.
+    # Not `T5Tokenizer`, which would read the symbols before it cuts the text, and SentencePiece doesn't.
     backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2, byte_fallback=False))
     backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     backend.post_processor = tokenizers.processors.TemplateProcessing(

@@ -36,7 +36,6 @@ from tests.foreign.speech_folders import FOLDERS as SPEECH_FOLDERS
 from tests.integrations import config_fields
 from tests.integrations.config_fields import BASES, Change, Nested, config_of
 
-IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 REFUSED = "refused"
 
 
@@ -75,7 +74,6 @@ def options_of(kind: str, settings: dict[str, Any]) -> Any:
     return ENCODER_FORMS[kind].options(settings)
 
 
-@pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
 @pytest.mark.parametrize("kind", sorted({*DECODER_FORMS, *ENCODERS}))
 def test_each_omitted_setting_is_as_in_transformers(kind) -> None:
     """Each field of a config is left out alone; sizes have no usual value here."""
@@ -103,7 +101,6 @@ def test_each_omitted_setting_is_as_in_transformers(kind) -> None:
     assert results == {True, False}
 
 
-@pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_the_padding_that_an_encoder_omits_is_that_of_its_class(kind) -> None:
     usual = getattr(transformers, FAMILIES[kind].config_class)().pad_token_id
@@ -113,14 +110,13 @@ def test_the_padding_that_an_encoder_omits_is_that_of_its_class(kind) -> None:
     assert model.config.special_ids.pad == usual
 
 
-@pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
 @pytest.mark.parametrize("kind", PRESENT)
 def test_all_omitted_settings_are_as_in_transformers(kind) -> None:
     """A folder has the sizes alone, and of tied matrices one."""
     theirs = config_fields.made(Change(kind, "", Nested()))
     state = theirs.state_dict()
     firsts = {tensor.data_ptr(): name for name, tensor in reversed(state.items())}
-    # An mT5's files have its output, which version 5 ties in memory.
+    # An mT5's files have its output, which transformers ties in memory.
     saved = {name: each for name, each in state.items() if kind == "mt5" or firsts[each.data_ptr()] == name}
     least = {**BASES[kind], "model_type": theirs.config.model_type}
     models = [FAMILIES[kind].to_model(Checkpoint(settings, saved)) for settings in (theirs.config.to_dict(), least)]
@@ -133,7 +129,6 @@ def test_all_omitted_settings_are_as_in_transformers(kind) -> None:
         assert (outcome(FAMILIES[kind].to_model, Checkpoint(least, headless)) == REFUSED) == (not is_tied)
 
 
-@pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
 def test_each_omitted_setting_of_a_whisper_is_as_in_transformers() -> None:
     theirs = whisper(num_mel_bins=80)
     whole, search = theirs.config.to_dict(), theirs.generation_config.to_dict()

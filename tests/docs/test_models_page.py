@@ -11,7 +11,6 @@ import fastformer
 from fastformer.checkpoints.gguf.blocks import Kind
 from fastformer.checkpoints.gguf.models import ARCHITECTURES
 from fastformer.checkpoints.hf import FAMILIES
-from fastformer.integrations.known import RETURNS_TUPLES
 from tests.checkpoints.present import PRESENT
 from tests.covering import each
 from tests.docs.pages import DOCS
@@ -56,8 +55,6 @@ def test_the_tables_of_gguf_have_its_architectures_and_kinds() -> None:
 
 @each("kind", PRESENT)
 def test_a_row_matches_accelerate_and_the_engine(rows: dict[str, list[str]], kind: str) -> None:
-    if RETURNS_TUPLES and kind == "t5":
-        pytest.skip("the page says below the table what differs with transformers 4.57")
     family = FAMILIES[kind]
     config = getattr(transformers, family.config_class)(**_SIZES | _OF_KIND.get(kind, {}))
     report = fastformer.report(fastformer.accelerate(getattr(transformers, family.model_class)(config).eval()))

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel
 from transformers.loss import loss_utils
 
 import fastformer
-from fastformer.integrations.known import CACHE, RETURNS_TUPLES
+from fastformer.integrations.known import CACHE
 from fastformer.ops import use_backend
 from tests.covering import by_turns
 from tests.integrations import families as small
@@ -25,8 +25,7 @@ from tests.integrations.test_replaced import source
 from tests.nn.comparing import assert_same
 
 DECODERS = small.CAUSAL
-# Before version 5 a T5's attention is written out in the model.
-HEADS = {family: small.HEADS[family] for family in (*DECODERS, *small.SEQ2SEQ) if family != "t5" or not RETURNS_TUPLES}
+HEADS = {family: small.HEADS[family] for family in (*DECODERS, *small.SEQ2SEQ)}
 families = pytest.mark.parametrize("family", HEADS)
 decoders = pytest.mark.parametrize("family", DECODERS)
 
@@ -309,7 +308,6 @@ def test_requested_too_late(family):
         fastformer.accelerate(model, fused_loss=True)
 
 
-@pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_t5_keeps_a_cache_only_on_request(is_scaled):
     """Its config requests one in each call. The input of a head is scaled if the head is tied to the embedding."""

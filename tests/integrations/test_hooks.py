@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 import fastformer
-from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import record_backends
 from tests.covering import by_turns
 from tests.integrations import families as small
@@ -222,7 +221,6 @@ def test_each_module_is_named_with_all_of_its_hooks_by_every_call():
     assert "hooked" not in str(fastformer.report(fastformer.accelerate(make("torch.nn"))))
 
 
-@pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 transformers records by other means than hooks")
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "marian"])
 def test_transformers_recording_is_not_a_users_hook(family):
     model = make(family)

@@ -172,9 +172,8 @@ def test_adapters_are_merged_and_removed(family, first, how):
 WATCHED: dict[str, dict[str, Any]] = {
     "rows": {},
     "alora": {"alora_invocation_tokens": [int(IDS[0, 2])], "task_type": "CAUSAL_LM"},
+    "velora": {"velora_config": peft.VeloraConfig(num_groups=2, init_type="batch_average_once")},
 }
-if hasattr(peft, "VeloraConfig"):  # no peft that takes transformers before 5 has it
-    WATCHED["velora"] = {"velora_config": peft.VeloraConfig(num_groups=2, init_type="batch_average_once")}
 
 
 @pytest.mark.parametrize("family, first, what", covering(["gpt2", "llama"], ORDERS, [*WATCHED]))

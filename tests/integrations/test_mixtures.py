@@ -21,10 +21,9 @@ from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
 from tests.covering import by_turns
-from tests.integrations.decoders import CASES, IS_OLD, VOCAB, Wide, gradients_of, ids_of
+from tests.integrations.decoders import CASES, VOCAB, Wide, gradients_of, ids_of
 from tests.nn.comparing import assert_same
 
-pytestmark = pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other classes of experts")
 NAMES = (
     "mixtral window",
     "olmoe three of five",

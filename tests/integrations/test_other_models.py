@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor
 
 import fastformer
-from fastformer.integrations.known import RETURNS_TUPLES
 from tests.checks import assert_accurate
 
 SIZES: dict[str, Any] = {
@@ -112,7 +111,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
 }
 # What `report` says of families that fastformer refuses with a reason.
 REASONS = {"gpt_oss": "attention sinks", "qwen3_5": "linear attention", "deberta": "DeBERTa"}
-CLIP = [pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 CLIP's mask is never float64")]
 SLOW = ("blenderbot", "falcon", "mamba")
 
 
@@ -122,13 +120,11 @@ def outputs(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in found if isinstance(value, Tensor) and value.is_floating_point()}
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else CLIP if name == "clip" else []) for name in MODELS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS]
+)
 def test_accelerate_keeps_outputs_and_generated_tokens(name: str) -> None:
     kind, config, options, make_inputs = MODELS[name]
-    if not hasattr(transformers, kind):
-        pytest.skip(f"this version of transformers has no {kind}")
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
     inputs = make_inputs()

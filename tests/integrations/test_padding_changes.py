@@ -22,15 +22,11 @@ from transformers.models.bert import modeling_bert as bert
 from transformers.models.llama import modeling_llama as llama
 
 import fastformer
-from fastformer.integrations.known import RETURNS_TUPLES
 from tests.integrations.test_padding import IDS, LABELS, MASK, assert_equal, given_to, make, packs
 from tests.integrations.test_padding_sweep import compared, mixed, pooled
 
 ORDERS = ("before", "after")
-SEQ2SEQ = [
-    "BartForConditionalGeneration",
-    pytest.param("T5ForConditionalGeneration", marks=pytest.mark.skipif(RETURNS_TUPLES, reason="not swapped then")),
-]
+SEQ2SEQ = ["BartForConditionalGeneration", "T5ForConditionalGeneration"]
 
 
 def call(model: Any) -> list[Tensor]:
@@ -177,10 +173,7 @@ def test_another_mask_under_the_name_of_sdpa(monkeypatch):
     assert packs(lambda: model(IDS, attention_mask=MASK))
 
 
-FIXED = pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 BERT keeps its attention")
-
-
-@pytest.mark.parametrize("change", [pytest.param("eager", marks=FIXED), "chunks"])
+@pytest.mark.parametrize("change", ["eager", "chunks"])
 def test_a_report_says_why_padding_is_computed(change):
     model = make("BertModel")
     fastformer.accelerate(model)

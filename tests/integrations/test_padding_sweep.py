@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 import fastformer
-from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.nn.layout import Padding
 from tests.integrations.test_padding import IDS, LABELS, MASK, make
 
@@ -42,13 +41,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "BartForConditionalGeneration": ("lm_head",),
     "BartForSequenceClassification": ("classification_head", "classification_head.dense"),
     "MarianMTModel": ("lm_head",),
+    "T5EncoderModel": ("encoder.final_layer_norm", "encoder.dropout"),
+    "T5ForConditionalGeneration": ("lm_head", "decoder.final_layer_norm"),
+    "T5ForTokenClassification": ("classifier", "dropout"),
 }
-if not RETURNS_TUPLES:
-    PARTS |= {
-        "T5EncoderModel": ("encoder.final_layer_norm", "encoder.dropout"),
-        "T5ForConditionalGeneration": ("lm_head", "decoder.final_layer_norm"),
-        "T5ForTokenClassification": ("classifier", "dropout"),
-    }
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastformer
 from fastformer import functional as sdpa
-from fastformer.integrations.known import RETURNS_TUPLES
 from tests.covering import by_turns
 from tests.integrations import families as small
 from tests.integrations.families import IDS, RIGHT, TARGETS, exactly
@@ -32,10 +31,8 @@ CLASSES = {
     "bert": ("SelfAttention", "SelfOutput", "Attention", "Intermediate", "Output", "Layer", "Encoder", "ForMaskedLM"),
     "gpt2": ("Attention", "MLP", "Block", "Model", "LMHeadModel"),
     "llama": ("RMSNorm", "Attention", "MLP", "DecoderLayer", "Model", "ForCausalLM"),
-    "t5": ("LayerNorm", "DenseActDense"),
+    "t5": ("LayerNorm", "DenseActDense", "Attention", "LayerSelfAttention", "LayerFF", "Block", "Stack"),
 }
-if not RETURNS_TUPLES:  # before 5 T5 is packed nowhere
-    CLASSES["t5"] += ("Attention", "LayerSelfAttention", "LayerFF", "Block", "Stack")
 PREFIXES = {"bart": "Bart", "marian": "Marian", "bert": "Bert", "gpt2": "GPT2", "llama": "Llama", "t5": "T5"}
 CASES = [(family, PREFIXES[family] + name) for family, names in CLASSES.items() for name in names]
 CASES += [("gpt2", "Conv1D"), ("gpt2", "NewGELUActivation"), ("bert", "GELUActivation"), ("swish", "SiLU")]
@@ -46,8 +43,6 @@ def source(family: str) -> Any:
 
 
 def find(family: str, name: str) -> Any:
-    if name == "BertSelfAttention":  # before 5 the one that models attend by has another name
-        name = "BertSdpaSelfAttention" if RETURNS_TUPLES else name
     places = (source(family), pytorch_utils, activations) if family in CLASSES else (nn,)
     return next(getattr(each, name) for each in places if hasattr(each, name))
 
@@ -150,7 +145,6 @@ def attended_alike(model: Any, family: str, mask: Tensor | None, calls: list[Any
 
 
 @pytest.mark.parametrize("mask, family", by_turns([None, RIGHT], [*CLASSES]))
-@pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 not all families look their attention up")
 def test_a_function_registered_as_sdpa_is_called_as_without_acceleration(family, mask, monkeypatch):
     model, calls = MAKE[family](), []
 
@@ -183,8 +177,7 @@ def test_another_attention_is_called_as_without_acceleration(family, mask, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(F, "scaled_dot_product_attention", own)
-        attended = attended_alike(model, family, mask, calls)
-        assert attended != (family == "t5" and RETURNS_TUPLES)  # which writes attention out
+        assert attended_alike(model, family, mask, calls)
     fastformer.accelerate(model)
     fast = ran(model)
     with monkeypatch.context() as patched:

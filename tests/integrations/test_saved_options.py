@@ -15,9 +15,7 @@ from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.integrations import from_huggingface
 from tests.checkpoints.present import PRESENT
 from tests.integrations.config_fields import Change, made
-from tests.integrations.decoders import IS_OLD
 
-pytestmark = pytest.mark.skipif(IS_OLD, reason="version 4 of transformers has other fields")
 # Families that another one's code saves.
 LIKE_OTHERS = ("mbart", "pegasus", "mt5", "ministral", "olmo3", "cwm", "qwen3", "qwen3_moe", "xlm-roberta", "camembert")
 # Further numbers that are no shapes of weights, if they are there.

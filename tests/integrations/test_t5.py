@@ -22,7 +22,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import fastformer
 from fastformer.integrations import t5 as t5_module
-from fastformer.integrations.known import CACHE, RETURNS_TUPLES
+from fastformer.integrations.known import CACHE
 from tests.conftest import CallsOf
 from tests.covering import by_turns, covering
 from tests.integrations.families import IDS, PACKED, RIGHT, TARGETS, Wrapped, before_and_after, exactly, make, ran, run
@@ -30,7 +30,6 @@ from tests.nn.comparing import assert_same
 
 ENDS = torch.arange(6) < torch.tensor([[6], [3], [1], [4]])
 BEGINS = ENDS.flip(1)
-packs = pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
 
 
 def outputs(model: Any, mask: Tensor | None, **options: Any) -> list[Tensor]:
@@ -84,7 +83,6 @@ def rows_computed(calls_of: CallsOf, call: Any, of: slice = slice(2)) -> set[int
 HOLES = RIGHT & (torch.arange(9) != 2)
 
 
-@packs
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("mask", [RIGHT, RIGHT.flip(1), HOLES], ids=["right", "left", "holes"])
 def test_the_encoder_leaves_padding_out(mask, mode, calls_of):
@@ -106,7 +104,6 @@ def test_the_first_block_decides_on_the_bias(mask):
     compare(mask, model)
 
 
-@packs
 def test_a_row_without_tokens_is_kept(calls_of):
     """A decoder takes the mean of the values in such a row."""
     model, mask = make("t5"), RIGHT & (torch.arange(4) != 2)[:, None]
@@ -118,7 +115,6 @@ def test_a_row_without_tokens_is_kept(calls_of):
     assert rows_computed(calls_of, lambda: run(model, mask)) == {mask.numel()}
 
 
-@packs
 @pytest.mark.parametrize("kind", [T5EncoderModel, T5ForTokenClassification])
 def test_an_encoder_alone(kind, calls_of):
     torch.manual_seed(5)
@@ -181,7 +177,6 @@ def decoded(model: Any, real: Tensor, **options: Any) -> list[Tensor]:
     return [*found, *[g for g in grads if g is not None]]
 
 
-@packs
 @pytest.mark.parametrize("real, mode, use_cache", covering([ENDS, BEGINS, GAPS], ["train", "eval"], [True, False]))
 def test_the_decoder_leaves_padding_out(real, mode, use_cache, calls_of):
     model = getattr(make("t5", use_cache=use_cache), mode)()
@@ -196,7 +191,6 @@ def test_the_decoder_leaves_padding_out(real, mode, use_cache, calls_of):
     assert not run_decoder(model, real).logits[~real].any()
 
 
-@packs
 def test_a_cache_of_a_packed_decoder_goes_on():
     model = make("t5").eval()
     more = torch.randint(5, 60, (4, 2), generator=torch.Generator().manual_seed(2))
@@ -214,7 +208,6 @@ def test_a_cache_of_a_packed_decoder_goes_on():
     assert_same(found, expected, "logits", 1e-9)
 
 
-@packs
 @pytest.mark.parametrize(
     "side, what",
     [
@@ -252,7 +245,6 @@ def test_a_stack_stays_padded_if_a_call_reads_padding(side, what, calls_of):
     assert rows_computed(calls_of, call, of) == {whole.numel()}
 
 
-@packs
 @pytest.mark.parametrize("which", [0, 1], ids=["self", "memory"])
 def test_dropout_works_in_a_packed_decoder(which):
     """Only the attention, whose rows are packed, has dropout."""
@@ -294,12 +286,10 @@ def test_surgery_on_the_decoder(what):
                 torch.nn.init.normal_(attention.relative_attention_bias.weight, std=2)
         return model
 
-    if RETURNS_TUPLES and what in ("no memory", "is_causal", "is_causal=None"):
-        pytest.skip("before transformers 5 layers give tuples of other lengths then, and take no such argument")
     options = {"is_causal": True if what == "is_causal" else None} if what.startswith("is_causal") else {}
     for given in ({}, {"attention_mask": None}, {"decoder_attention_mask": ENDS.long()}):
         results = []
-        for fused in (None, False) if RETURNS_TUPLES else (None, False, True):
+        for fused in (None, False, True):
             model = changed().train()
             if fused is not None:
                 fastformer.accelerate(model, fused_loss=fused)
@@ -319,7 +309,6 @@ def test_surgery_on_the_decoder(what):
                     assert_same(mine, other, f"loss or gradient {i}", 1e-9)
 
 
-@packs
 @pytest.mark.parametrize("kind", [T5ForSequenceClassification, T5ForQuestionAnswering, T5Model])
 def test_other_heads_of_the_decoder(kind, calls_of):
     """If a module reads a decoder's outputs at padding, the decoder isn't packed."""

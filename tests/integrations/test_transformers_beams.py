@@ -14,9 +14,7 @@ from fastformer.generation import generate
 from fastformer.generation.generating import GenerateOutput
 from fastformer.integrations import from_huggingface
 from tests.covering import by_turns
-from tests.integrations.conversions import CASES, IS_OLD, bart, opinionated, until_end
-
-pytestmark = pytest.mark.skipif(IS_OLD, reason="the rules are those of transformers 5")
+from tests.integrations.conversions import CASES, bart, opinionated, until_end
 
 ROWS, WIDTH = 24, 9
 # Limits that most hypotheses end before, and that cut many.

@@ -14,13 +14,12 @@ from fastformer.generation import generate
 from fastformer.generation.generating import GenerateOutput
 from fastformer.integrations import from_huggingface
 from tests.covering import by_turns, covering
-from tests.integrations.conversions import IS_OLD, until_end
+from tests.integrations.conversions import until_end
 from tests.integrations.test_transformers_beams import family, sources
 
-pytestmark = [
-    pytest.mark.skipif(IS_OLD, reason="the rules are those of transformers 5"),
-    pytest.mark.filterwarnings("ignore:Unfeasible length constraints", "ignore:Using the model-agnostic default"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Unfeasible length constraints", "ignore:Using the model-agnostic default"
+)
 
 ROWS = 4
 FAMILIES = ("Marian", "BART", "T5")

@@ -59,16 +59,14 @@ def of_transformers(
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     length = values.get(LENGTH, 2048)
-    # Versions before 5 derive the factor of some kinds from the lengths.
-    longest = int(length * values.get("factor", 1)) if kind in ("yarn", "longrope") else length
     settings: dict[str, Any] = {
-        "hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim, "rope_theta": base,
-        "max_position_embeddings": longest, LENGTH: length,
+        "hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim,
+        "max_position_embeddings": length, LENGTH: length,
     }  # fmt: skip
     scaling = {"rope_type": kind, **values, "partial_rotary_factor": fraction, "rope_theta": base}
     if kind == "dynamic":
         del scaling[LENGTH]
-    config = LlamaConfig(**settings, rope_scaling=scaling, partial_rotary_factor=fraction)
+    config = LlamaConfig(**settings, rope_parameters=scaling)
     speeds, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
     return speeds, scale
 
