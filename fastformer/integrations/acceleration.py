@@ -114,7 +114,7 @@ def accelerate(
     of the free memory.
 
     Encoders of transformers that `from_huggingface` converts (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet,
-    ELECTRA, ALBERT, ModernBERT; and those of BART, Marian, mBART, Pegasus, M2M100 and, on transformers 5, T5) run on
+    ELECTRA, ALBERT, ModernBERT; and those of BART, Marian, mBART, Pegasus, M2M100 and T5) run on
     the engine, too, in evaluation without gradients on a CPU: one call computes the hidden states from the ids, and
     poolers, heads and decoders read them as before. A call falls back to the modules if it has inputs_embeds,
     position_ids, hidden states or attentions to return, or padding that something may read. Padding may lie on either

@@ -14,7 +14,7 @@ from fastformer.integrations.engine_encode import StackOnEncoder
 from fastformer.integrations.fused import add_and_norm, fused_feed_forward
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.heads import KeepsPadding, Seq2SeqModel, derive, replacements
-from fastformer.integrations.known import CACHE, OLD_CACHE, RETURNS_TUPLES
+from fastformer.integrations.known import CACHE, OLD_CACHE
 from fastformer.integrations.packing import entered, entered_memory
 from fastformer.integrations.padding import Owner
 from fastformer.integrations.replace import Replacement
@@ -50,13 +50,13 @@ class EncoderLayer(_Layer):
     """An encoder layer of BART or Marian, for packed tokens or a padded batch."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        is_other = args or not is_written_as_known(type(self))
-        if is_other or _asks_for_weights(kwargs) or hidden_states.dtype == torch.float16:  # which transformers clamps
+        is_other = args or kwargs.get("output_attentions") or not is_written_as_known(type(self))
+        if is_other or hidden_states.dtype == torch.float16:  # which transformers clamps
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         x, mask = entered(hidden_states, attention_mask)
         attended = _attended(self.self_attn, x, attention_mask=mask, **kwargs)
         x = self._feed_forward(self._join(attended, x, self.self_attn_layer_norm))
-        return (x,) if RETURNS_TUPLES else x
+        return x
 
 
 class DecoderLayer(_Layer):
@@ -78,10 +78,8 @@ class DecoderLayer(_Layer):
             "attention_mask": attention_mask, "encoder_hidden_states": encoder_hidden_states,
             "encoder_attention_mask": encoder_attention_mask, CACHE: cache, "use_cache": use_cache,
         }  # fmt: skip
-        is_other = kwargs.get("cross_attn_layer_head_mask") is not None or not is_written_as_known(type(self))
-        if is_other or _asks_for_weights(kwargs):
+        if kwargs.get("output_attentions") or not is_written_as_known(type(self)):
             return super().forward(hidden_states, **names, **kwargs)
-        kwargs.pop("cross_attn_layer_head_mask", None)
         x, mask = entered(hidden_states, attention_mask)
         options = {CACHE: cache, **kwargs}
         attended = _attended(self.self_attn, x, attention_mask=mask, **options)
@@ -92,18 +90,13 @@ class DecoderLayer(_Layer):
                 attended = _attended(self.encoder_attn, x, **options)
             x = self._join(attended, x, self.encoder_attn_layer_norm)
         x = self._feed_forward(x)
-        return (x,) if RETURNS_TUPLES else x
+        return x
 
 
 def _attended(attention: Any, x: Tensor, **options: Any) -> Tensor:
-    """Calls an attention as transformers does (before 5 by name), since hooks see the arguments; returns its output."""
-    out = attention(hidden_states=x, **options) if RETURNS_TUPLES else attention(x, **options)
-    attended: Tensor = out[0]
+    """Calls an attention as transformers does, since hooks see the arguments; returns its output."""
+    attended: Tensor = attention(x, **options)[0]
     return attended
-
-
-def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("output_attentions")) or kwargs.get("layer_head_mask") is not None
 
 
 class BartEncoderLayer(EncoderLayer, bart.BartEncoderLayer):

@@ -20,8 +20,6 @@ from fastformer.models import BERT, GPT, Transformer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_OLD_HEAD = "embed_out.weight"  # of a GPT-NeoX, before version 5
-
 
 def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     """Converts a model of transformers to one of this library that computes the same, with copies of its weights.
@@ -136,10 +134,10 @@ def new_fields(config: Any) -> str | None:
     """Returns the fields of a config that a later version of transformers added and that don't have their defaults.
 
     Args:
-        config: a config of transformers. One of an unknown class, and of a version before 5, has no such fields.
+        config: a config of transformers. One of an unknown class has no such fields.
     """
     kind = type(config)
-    if kind.__module__.partition(".")[0] != "transformers" or _major_version() < 5 or config.model_type not in FIELDS:
+    if kind.__module__.partition(".")[0] != "transformers" or config.model_type not in FIELDS:
         return None
     found = unknown_fields(config.to_dict(), kind().to_dict())
     return ", ".join(f"{name} = {value!r:.40}" for name, value in found.items()) or None
@@ -214,8 +212,6 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
     theirs.to(device=weight.device, dtype=weight.dtype)
     own = theirs.state_dict()
     weights = in_memory(weights, own)
-    if _OLD_HEAD in own:
-        weights[_OLD_HEAD] = weights.pop("lm_head.weight")
     expected = {name for name in own if name in weights or "embed_positions" not in name}
     if expected != weights.keys():
         raise ValueError(f"this version of transformers has other tensors: {sorted(expected ^ weights.keys())[:5]}")
@@ -223,7 +219,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
         for name, weight in weights.items():
             own[name].copy_(weight)
     for name, weight in weights.items():
-        if not torch.equal(own[name], weight):  # before 5, a BART has one matrix for both sides
+        if not torch.equal(own[name], weight):
             raise ValueError(f"this version of transformers ties {name} to another matrix: its weights would be lost")
     if isinstance(model, Transformer) and model.config.suppress_tokens:
         theirs.generation_config.bad_words_ids = [[token] for token in model.config.suppress_tokens]

@@ -39,7 +39,7 @@ from fastformer.integrations.engine_models import (
     why_not_converted,
 )
 from fastformer.integrations.engine_sources import AROUND, is_source, tell_encoders, weights_of_decoding, whole_of
-from fastformer.integrations.known import RETURNS_TUPLES, by_name, gives_tuple, why_not_at_this_moment
+from fastformer.integrations.known import by_name, gives_tuple, why_not_at_this_moment
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, GPT, Transformer
@@ -463,7 +463,7 @@ def _as_asked(model: Any, hidden: Tensor, given: dict[str, Any]) -> Any:
     has_pooler = form is not None and form.pooler is not None
     pooled = _pooled(model, hidden) if has_pooler and model.pooler is not None else None
     if gives_tuple(model.config, given):
-        if has_pooler and (RETURNS_TUPLES or kind == "mpnet"):
+        if kind == "mpnet":
             return hidden, pooled
         return (hidden,) if pooled is None else (hidden, pooled)
     source = sys.modules[original_class(model).__module__]

@@ -22,7 +22,6 @@ from fastformer.integrations.heads import (
 )
 from fastformer.integrations.known import (
     CACHE,
-    RETURNS_TUPLES,
     is_known,
     is_sdpa_known,
 )
@@ -92,7 +91,7 @@ class GPT2Block(CausalLayer, gpt2.GPT2Block):
             attended, dropout_p = self.attn(normed, **given)[0], 0.0
         normed, x = join_residual(attended, x, dropout_p, self.ln_2)
         x = left(self, x + self.mlp(normed))
-        return (x,) if RETURNS_TUPLES else x
+        return x
 
     def _attends_plainly(self) -> bool:
         attention = self.attn

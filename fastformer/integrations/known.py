@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import generic
+from transformers.utils import output_capturing
 
 from fastformer.engine.checks import (
     attends_by_known_function,
@@ -31,26 +31,15 @@ from fastformer.engine.checks import (
     why_not_now,
 )
 
-try:
-    from transformers.utils import output_capturing
-except ImportError:  # before 5
-    output_capturing = None
 
-
-def major_of(version: str) -> int:
-    """Returns the major version of transformers.
-
-    Raises:
-        ImportError: the layers of this version are known to differ from those that are written out here.
-    """
+def check_version(version: str) -> None:
+    """Raises ImportError if the layers of this version of transformers differ from those that are written out here."""
     major, minor = (int(number) for number in version.split(".")[:2])
-    if (5, 0) <= (major, minor) < (5, 16):  # the arguments and results of layers changed between these versions
-        raise ImportError(f"expected transformers 4.57, or 5.16 or newer, got {version}")
-    return major
+    if (major, minor) < (5, 16):
+        raise ImportError(f"expected transformers 5.16 or newer, got {version}")
 
 
-# Before 5, a layer returns a tuple.
-RETURNS_TUPLES = major_of(transformers.__version__) < 5
+check_version(transformers.__version__)
 # The name of the cache among a model's arguments and outputs: "cache" since 5.24, which also accepts the older name.
 OLD_CACHE = "past_key_values"
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else OLD_CACHE
@@ -115,7 +104,7 @@ def is_sdpa_known() -> bool:
 
 def is_recording() -> bool:
     """Returns whether transformers is recording outputs of modules, by the hooks that it put on them."""
-    return output_capturing is not None and bool(output_capturing._active_collector.get())
+    return bool(output_capturing._active_collector.get())
 
 
 def why_not_at_this_moment() -> str | None:
@@ -131,15 +120,15 @@ def why_not_at_this_moment() -> str | None:
 
 def record_outputs_of(derived: type[nn.Module]) -> None:
     """Lets transformers record the same outputs of a derived class as of the original: hidden states and weights."""
-    registry = generic if output_capturing is None else output_capturing
-    dict.__setitem__(registry._CAN_RECORD_REGISTRY, str(derived), getattr(derived, "_can_record_outputs", None) or {})
+    recorded = getattr(derived, "_can_record_outputs", None) or {}
+    dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(derived), recorded)
 
 
 def is_unhooked_or_recorded(module: nn.Module) -> bool:
     """Returns whether calling a module runs only its class's forward and transformers' hooks that record."""
     if is_unhooked(module):
         return True
-    if output_capturing is None or not has_plain_call(module):
+    if not has_plain_call(module):
         return False
     own = vars(module)
     others = own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
@@ -182,7 +171,7 @@ def code_of(function: object) -> object:
 def gives_tuple(config: Any, kwargs: dict[str, Any]) -> bool:
     """Returns whether the caller of a stack, or else the stack's config, asks for a tuple."""
     told = kwargs.get("return_dict")
-    return not (config.return_dict and not (RETURNS_TUPLES and config.torchscript) if told is None else told)
+    return not (config.return_dict if told is None else told)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from fastformer.integrations.heads import (
     replacements,
     stands_for_original,
 )
-from fastformer.integrations.known import OLD_CACHE, RETURNS_TUPLES, cache_of
+from fastformer.integrations.known import OLD_CACHE, cache_of
 from fastformer.integrations.packing import Packing, attend, current_run, entered, entered_memory
 from fastformer.integrations.padding import Owner
 from fastformer.integrations.replace import Replacement
@@ -198,20 +198,17 @@ class T5WithLoss(OnEngine, Seq2SeqModel, Seq2SeqLoss, t5.T5ForConditionalGenerat
         return None
 
 
-REPLACEMENTS: tuple[Replacement, ...] = replacements(globals(), t5, {}, T5LayerNorm, T5DenseActDense)
-LOSS_REPLACEMENTS: tuple[Replacement, ...] = ()
-if not RETURNS_TUPLES:  # before 5 attention is written out in the model
-    REPLACEMENTS += replacements(
-        globals(),
-        t5,
-        {
-            "T5Model": Owner,
-            "T5EncoderModel": Owner,
-            "T5ForConditionalGeneration": Seq2SeqModel,
-            "T5ForQuestionAnswering": KeepsPadding,
-            "T5ForSequenceClassification": KeepsPadding,
-            "T5ForTokenClassification": (EncoderHead, TokenLabels),
-        },
-        *(T5Attention, T5Block, T5Stack),
-    )
-    LOSS_REPLACEMENTS = (Replacement(t5.T5ForConditionalGeneration, T5WithLoss),)
+REPLACEMENTS: tuple[Replacement, ...] = replacements(
+    globals(),
+    t5,
+    {
+        "T5Model": Owner,
+        "T5EncoderModel": Owner,
+        "T5ForConditionalGeneration": Seq2SeqModel,
+        "T5ForQuestionAnswering": KeepsPadding,
+        "T5ForSequenceClassification": KeepsPadding,
+        "T5ForTokenClassification": (EncoderHead, TokenLabels),
+    },
+    *(T5LayerNorm, T5DenseActDense, T5Attention, T5Block, T5Stack),
+)
+LOSS_REPLACEMENTS: tuple[Replacement, ...] = (Replacement(t5.T5ForConditionalGeneration, T5WithLoss),)
