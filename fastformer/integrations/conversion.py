@@ -12,7 +12,7 @@ from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, encoding_family, 
 from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.checkpoints.hf.fields import FIELDS, unknown_fields
 from fastformer.checkpoints.hf.mixtures import in_memory
-from fastformer.checkpoints.hf.rope import of_version
+from fastformer.checkpoints.hf.rope import without_old_names
 from fastformer.checkpoints.hf.search_file import with_search_ids
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, GPT, Transformer
@@ -145,14 +145,7 @@ def new_fields(config: Any) -> str | None:
 
 def settings_of(model: Any) -> dict[str, Any]:
     """Returns the settings of a model in memory, as its version of transformers reads them."""
-    return of_version(model.config.to_dict(), _major_version())
-
-
-def _major_version() -> int:
-    """Returns the major version of transformers."""
-    import transformers
-
-    return int(transformers.__version__.split(".")[0])
+    return without_old_names(model.config.to_dict())
 
 
 def _copy_sines(module: Any, table: torch.Tensor, first: int) -> None:
@@ -189,7 +182,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
         raise ImportError("to_huggingface needs the transformers library: pip install transformers") from error
     kind = settings.pop("model_type")
     family = FAMILIES[kind]
-    settings = of_version(settings, _major_version())
+    settings = without_old_names(settings)
     name, options = family.model_class, {}
     if isinstance(model, BERT):
         name = settings.pop("architectures")[0]

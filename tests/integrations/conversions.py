@@ -16,7 +16,6 @@ from tests.integrations.families import exactly
 from tests.integrations.remembered import made_once
 
 LEARNED = ("Bart", "MBart")  # families that learn their positions
-IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "d_model": 24, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
     "decoder_attention_heads": 3, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "max_position_embeddings": 32,

@@ -19,7 +19,6 @@ from fastformer.checkpoints.hf.mixtures import in_memory
 from fastformer.models import GPT
 from tests.integrations.remembered import made_once
 
-IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 VOCAB = 60
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 40,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastformer.checkpoints.hf import DECODER_FORMS
 from fastformer.checkpoints.hf.mixtures import in_memory
-from fastformer.checkpoints.hf.rope import of_version
+from fastformer.checkpoints.hf.rope import without_old_names
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
@@ -128,7 +128,7 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
         assert own.keys() == state.keys()
         for name, weight in in_ours(case, state).items():
             torch.testing.assert_close(found[name], weight, rtol=0, atol=atol, msg=name)
-    same = type(theirs.config)(**of_version(settings, 5))
+    same = type(theirs.config)(**without_old_names(settings))
     assert from_huggingface(type(theirs)(same)).config == ours.config
     twin = from_huggingface(back)
     assert twin.config == ours.config

@@ -203,17 +203,10 @@ def write_rope(
     return {**written, "rope_local_base_freq": local, "rope_parameters": nested}
 
 
-def of_version(settings: Mapping[str, Any], major: int) -> dict[str, Any]:
-    """Returns settings without those of rotary positions that belong to another version of transformers.
-
-    Args:
-        settings: the settings of a model.
-        major: the major version of transformers.
-    """
-    unread = ("rope_parameters",) if major < 5 else ("rope_theta", "rope_scaling", "rope_local_base_freq")
-    if major >= 5 and not settings.get("rope_parameters"):
-        return dict(settings)
-    return {name: value for name, value in settings.items() if name not in unread}
+def without_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings without those of rotary positions that only transformers before version 5 reads."""
+    old = ("rope_theta", "rope_scaling", "rope_local_base_freq") if settings.get("rope_parameters") else ()
+    return {name: value for name, value in settings.items() if name not in old}
 
 
 def _parameters(settings: Mapping[str, Any], layers: str, is_nested: bool) -> dict[str, Any]:
