@@ -156,8 +156,8 @@ def is_written_as_known(kind: type[nn.Module]) -> bool:
 def _is_plain_call(call: Any) -> bool:
     """Returns whether a class's `__call__` is one of those that are equivalent to that of all modules.
 
-    Before transformers 5, its layers have one for checkpoints. The containers in which peft keeps adapters, which have
-    one, too, are never called.
+    The layers of transformers have one for checkpoints, until 5.24. The containers in which peft keeps adapters, which
+    have one, too, are never called.
     """
     name, module = getattr(call, "__name__", None), getattr(call, "__module__", "")
     is_known = name == "__call__" and module in ("transformers.modeling_layers", "torch.nn.modules.container")

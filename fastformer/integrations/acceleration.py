@@ -28,6 +28,7 @@ from fastformer.integrations.replace import (
     restore_class,
     why_left,
 )
+from fastformer.integrations.versions import check_version, has_transformers
 
 Model = TypeVar("Model", bound=nn.Module)
 Padding = Literal["auto", "skip", "compute"]
@@ -133,7 +134,7 @@ def accelerate(
             the layers of BART, BERT, GPT-2, Llama, Marian and T5, and the encoders named above. In any model of
             transformers the linear maps are accelerated, and attention "sdpa" runs on the ops of this library.
         fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM, MarianMTModel and
-            T5ForConditionalGeneration (of transformers 5) compute the loss of their labels without ever holding the
+            T5ForConditionalGeneration compute the loss of their labels without ever holding the
             logits: in training the output's `logits` is None. In evaluation, without labels, and under torch.compile
             the output has its logits as before.
         padding: how stacks treat padding. By "auto" they skip it where nothing reads their output there. A stack of
@@ -157,6 +158,7 @@ def accelerate(
         that you name.
 
     Raises:
+        ImportError: the model has modules of transformers, which is older than 5.16.
         ValueError: `model` is not a module, or has no loss that can be fused; `padding` or `precision` is unknown.
     """
     _check_module(model)
@@ -174,7 +176,7 @@ def accelerate(
         if by is not None and why_left(module, {by.original: by}) is None:
             replace_class(module, by)
     torch_nn.decide(model, precision, wanted=encode, padding=padding)
-    if "transformers" in sys.modules:
+    if has_transformers():
         from fastformer.integrations import engine_encode, engine_generate
         from fastformer.integrations.attention_interface import patch_attention
         from fastformer.integrations.padding import decide
@@ -213,7 +215,7 @@ def report(model: nn.Module) -> Report:
         if reason is not None:
             result.left[name] = reason
     result.encode, result.padding = torch_nn.described(model), torch_nn.described_padding(model)
-    if "transformers" in sys.modules:
+    if has_transformers():
         from fastformer.integrations import engine_encode, engine_generate
         from fastformer.integrations.attention_interface import patched_attention
         from fastformer.integrations.padding import described
@@ -233,7 +235,7 @@ def report(model: nn.Module) -> Report:
 def _with_new_fields(model: nn.Module) -> dict[nn.Module, str]:
     """Returns the modules of transformers' models whose configs have fields of a later version, with the reason."""
     reasons: dict[nn.Module, str] = {}
-    if "transformers" in sys.modules:
+    if has_transformers():
         from transformers import PreTrainedModel
 
         from fastformer.integrations.conversion import new_fields
@@ -249,6 +251,8 @@ def _with_new_fields(model: nn.Module) -> dict[nn.Module, str]:
 def _check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if any(base.__module__.startswith("transformers.") for each in model.modules() for base in type(each).__mro__):
+        check_version()
 
 
 def restore(model: nn.Module) -> list[str]:
@@ -278,7 +282,7 @@ def restore(model: nn.Module) -> list[str]:
                 f"expected modules with the methods of the classes that accelerate gave them, got another "
                 f"{methods[0]} in {name or 'the model'}, which may call ours: remove it first"
             )
-    if "transformers" in sys.modules:
+    if has_transformers():
         from fastformer.integrations import engine_encode, engine_generate
         from fastformer.integrations.attention_interface import unpatch_attention
         from fastformer.integrations.padding import forget
@@ -329,7 +333,7 @@ _FAMILIES = {
 
 def _products(model: nn.Module) -> dict[nn.Module, Replacement]:
     """Returns the linear maps to accelerate, which are those inside of transformers' models."""
-    if "transformers" not in sys.modules:
+    if not has_transformers():
         return {}
     from fastformer.integrations.products import products_of
 
@@ -339,7 +343,7 @@ def _products(model: nn.Module) -> dict[nn.Module, Replacement]:
 def known_replacements() -> dict[type[nn.Module], Replacement]:
     """Returns the replacements for classes of torch.nn and of loaded families, by the class that they replace."""
     known = [*torch_nn.REPLACEMENTS]
-    if "transformers" in sys.modules:
+    if has_transformers():
         from fastformer.integrations import derived
 
         known += derived.replacements()
@@ -348,7 +352,7 @@ def known_replacements() -> dict[type[nn.Module], Replacement]:
 
 
 def _families() -> list[Any]:
-    loaded = [name for name, theirs in _FAMILIES.items() if theirs in sys.modules]
+    loaded = [name for name, theirs in _FAMILIES.items() if theirs in sys.modules and has_transformers()]
     return [importlib.import_module(f"fastformer.integrations.{name}") for name in loaded]
 
 
@@ -368,5 +372,5 @@ def _fused_losses(model: nn.Module) -> dict[type[nn.Module], Replacement]:
         )
     raise ValueError(
         "expected a model with a head whose loss can be fused (BartForConditionalGeneration, GPT2LMHeadModel, "
-        f"LlamaForCausalLM, MarianMTModel, T5ForConditionalGeneration of transformers 5), got {type(model).__name__}"
+        f"LlamaForCausalLM, MarianMTModel, T5ForConditionalGeneration), got {type(model).__name__}"
     )

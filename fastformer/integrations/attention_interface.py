@@ -33,8 +33,8 @@ _OTHERS = ("softcap", "cache", "s_aux", "output_attentions", "sparse_indices", "
 # The function that was registered as "sdpa" before.
 _their_attention: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _their_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-# transformers' function (from version 5 on) that combines a position bias with a mask, or with a triangle, into one
-_biased_mask: Any = getattr(sdpa_attention, "create_position_bias_mask", None)
+# transformers' function that combines a position bias with a mask, or with a triangle, into one
+_biased_mask: Any = sdpa_attention.create_position_bias_mask
 
 
 def attention_forward(
@@ -93,7 +93,7 @@ def attend_padded(
     # A decoding step has one query, for which PyTorch is faster on a CPU.
     is_step = query.shape[2] == 1 and query.device.type == "cpu"
     asked = any(each is not None and each is not False for each in others)
-    if is_step or asked or not attends_as_known() or (bias is not None and _biased_mask is None):
+    if is_step or asked or not attends_as_known():
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if bias is not None:
@@ -140,7 +140,7 @@ def make_mask(
     if is_traced() or not _is_of_patched(kwargs.get("config")):
         return mask
     is_causal = mask_function is masking_utils.causal_mask_function
-    is_full = mask_function is getattr(masking_utils, "bidirectional_mask_function", masking_utils)
+    is_full = mask_function is masking_utils.bidirectional_mask_function
     whole = kwargs.get("kv_length") in (None, mask.shape[-1]) if mask is not None else False
     if (
         mask is None

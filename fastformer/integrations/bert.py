@@ -17,11 +17,9 @@ from fastformer.integrations.padding import Owner, PackingStack
 
 # Arguments of a forward that don't change what it computes here.
 _HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})
-# From version 5 on, one class looks up its attention function; before, each attention function had its own class.
-_Attention: type[Any] = getattr(bert, "BertSdpaSelfAttention", bert.BertSelfAttention)
 
 
-class BertSelfAttention(_Attention):
+class BertSelfAttention(bert.BertSelfAttention):
     """Self-attention that runs on fastformer's op without a cache, and on transformers' code otherwise."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -32,22 +30,17 @@ class BertSelfAttention(_Attention):
             for linear in (self.query, self.key, self.value)
         )
         told = kwargs.get("is_causal")
-        is_causal = attention_mask is None and bool(
-            getattr(self, "is_causal", self.is_decoder) if told is None else told
-        )
+        is_causal = attention_mask is None and bool(self.is_causal if told is None else told)
         dropout_p = self.dropout.p if self.training else 0.0
-        scale = getattr(self, "scaling", None)  # models have it from version 5 on
-        out = attend(q, k, v, attention_mask, dropout_p=dropout_p, scale=scale, is_causal=is_causal)
+        out = attend(q, k, v, attention_mask, dropout_p=dropout_p, scale=self.scaling, is_causal=is_causal)
         return out.flatten(-2), None
 
     def _is_simple(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        implementation = self.config._attn_implementation if hasattr(self, "config") else "sdpa"
         return (
             is_written_as_known(BertSelfAttention)
             and attends_as_known()
             and nothing_else(args, kwargs, _HARMLESS)
-            and implementation == "sdpa"
-            and getattr(self, "position_embedding_type", "absolute") == "absolute"
+            and self.config._attn_implementation == "sdpa"
         )
 
 
@@ -113,7 +106,7 @@ class BertEncoder(PackingStack, bert.BertEncoder):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if not (
             nothing_else(args, kwargs, _HARMLESS)
-            and (_Attention is not bert.BertSelfAttention or self.config._attn_implementation == "sdpa")
+            and self.config._attn_implementation == "sdpa"
             and self.may_leave_out()
             and _starts_real(attention_mask)
         ):
@@ -121,8 +114,6 @@ class BertEncoder(PackingStack, bert.BertEncoder):
         with packing() as run:
             hidden_states, attention_mask = run.enter(hidden_states, attention_mask)
             out = super().forward(hidden_states, attention_mask, *args, **kwargs)
-        if isinstance(out, tuple):  # before transformers 5
-            return (run.leave(out[0]), *out[1:])
         out.last_hidden_state = run.leave(out.last_hidden_state)
         return out
 
@@ -136,9 +127,8 @@ def _attends_plainly(layer: Any, config: Any) -> bool:
     attention: Any = layer.attention.self
     return (
         type(attention) is BertSelfAttention
-        and getattr(attention, "config", config) is config  # each call looks up its attention function there
-        and getattr(attention, "position_embedding_type", "absolute") == "absolute"
-        and not getattr(attention, "is_causal", False)
+        and attention.config is config  # each call looks up its attention function there
+        and not attention.is_causal
         and not layer.chunk_size_feed_forward
     )
 

@@ -15,6 +15,7 @@ from fastformer.checkpoints.hf.mixtures import in_memory
 from fastformer.checkpoints.hf.rope import without_old_names
 from fastformer.checkpoints.hf.search_file import with_search_ids
 from fastformer.integrations.replace import original_class
+from fastformer.integrations.versions import check_version
 from fastformer.models import BERT, GPT, Transformer
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             The head of their ForMaskedLM is omitted.
 
     Raises:
+        ImportError: transformers is older than 5.16.
         ValueError: the model is of another class, or has settings that fastformer's models don't have.
     """
     return convert(model)
@@ -97,6 +99,7 @@ def convert(
         why = "" if reason is None else f": {reason}"
         known = ", ".join(name for each in FAMILIES.values() for name in (each.model_class, *each.others))
         raise ValueError(f"expected one of transformers' {known}, got {type(model).__name__}{why}")
+    check_version()
     found: Any = model
     if unknown := new_fields(found.config):
         raise ValueError(f"expected a config without {unknown}, which this version of fastformer doesn't know")
@@ -170,7 +173,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
             MBartForConditionalGeneration.
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or older than 5.16.
         ValueError: the model has options that none of these has.
     """
     if type(model) not in (Transformer, GPT, BERT):
@@ -180,6 +183,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
         import transformers
     except ImportError as error:
         raise ImportError("to_huggingface needs the transformers library: pip install transformers") from error
+    check_version()
     kind = settings.pop("model_type")
     family = FAMILIES[kind]
     settings = without_old_names(settings)

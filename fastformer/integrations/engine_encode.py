@@ -340,9 +340,9 @@ def _dtype(model: Any) -> torch.dtype:
 
 def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
     """Returns why a call falls back to the modules, by its arguments' names and types alone; None if it needn't."""
-    ids, shape = given.get("input_ids"), _shape_of_ids(model, given)
+    ids = given.get("input_ids")
     for name, value in given.items():
-        if name not in _READ and value is not None and value is not False and (name, value) not in shape:
+        if name not in _READ and value is not None and value is not False:
             return f"the engine doesn't know {name}"
     if type(ids) is not Tensor or ids.device.type != "cpu":
         return "the ids are not a tensor on the CPU"
@@ -362,14 +362,6 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
     if config.output_hidden_states or config.output_attentions or getattr(config, "output_router_logits", False):
         return "its config asks for hidden states, attentions or the logits of routers"
     return None
-
-
-def _shape_of_ids(model: Any, given: dict[str, Any]) -> list[tuple[str, int]]:
-    """Returns the arguments that repeat the shape of the ids. Before version 5, heads of ModernBERT pass them on."""
-    ids = given.get("input_ids")
-    if model.config.model_type != "modernbert" or not isinstance(ids, Tensor):
-        return []
-    return [*zip(("batch_size", "seq_len"), ids.shape, strict=False)]
 
 
 def _texts(model: Any, plan: EncoderModel, given: dict[str, Any]) -> _Texts | str:

@@ -326,9 +326,6 @@ class Stepper(GenerationMixin):
     def _prefill(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> ModelOutput:
         return self(input_ids)
 
-    def _get_initial_cache_position(self, length: int, device: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        return model_kwargs
-
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:

@@ -40,16 +40,14 @@ def join_residual(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module
     )  # fmt: skip
 
 
-# Classes of activations and their names in `ops.feed_forward`. Versions of transformers have some of its classes.
-_OF_TRANSFORMERS = {
-    "GELUActivation": "gelu",
-    "NewGELUActivation": "gelu_tanh",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "SiLUActivation": "silu",
-}
-_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu"} | {
-    getattr(activations, name): fused for name, fused in _OF_TRANSFORMERS.items() if hasattr(activations, name)
+# Classes of activations and their names in `ops.feed_forward`.
+_ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    activations.GELUActivation: "gelu",
+    activations.NewGELUActivation: "gelu_tanh",
+    activations.GELUTanh: "gelu_tanh",
+    activations.SiLUActivation: "silu",
 }
 
 

@@ -31,15 +31,6 @@ from fastformer.engine.checks import (
     why_not_now,
 )
 
-
-def check_version(version: str) -> None:
-    """Raises ImportError if the layers of this version of transformers differ from those that are written out here."""
-    major, minor = (int(number) for number in version.split(".")[:2])
-    if (major, minor) < (5, 16):
-        raise ImportError(f"expected transformers 5.16 or newer, got {version}")
-
-
-check_version(transformers.__version__)
 # The name of the cache among a model's arguments and outputs: "cache" since 5.24, which also accepts the older name.
 OLD_CACHE = "past_key_values"
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else OLD_CACHE

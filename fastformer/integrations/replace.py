@@ -131,8 +131,8 @@ def restore_class(module: nn.Module) -> bool:
 def forget_restored_forwards(modules: Iterable[nn.Module]) -> None:
     """Removes a forward from each module's attributes if it is the same as its class's forward.
 
-    Code that records a module's output by patching its forward leaves this attribute on the module, as transformers
-    does before version 5.
+    Code that patches a module's forward for a while leaves this attribute on the module, as the exporters of
+    transformers do.
     """
     for module in modules:
         if "forward" in vars(module) and _is_of_its_class(module, "forward"):

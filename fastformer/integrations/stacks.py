@@ -218,5 +218,5 @@ def _memory_padding(memory: Any, mask: Any, batch: int) -> Padding | None:
     if mask is not None and (type(mask) is not Tensor or mask.shape != memory.shape[:2]):
         return None
     padding = read_padding(memory, None if mask is None else mask == 0, True)
-    # Before transformers 5 an empty row attends to every token of the memory; packed, it would attend to none.
+    # An empty row of a T5 attends to every token of the memory; packed, it would attend to none.
     return None if padding is None or not bool(padding.layout.read_seqlens().all()) else padding

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import io
 import pickle
+import sys
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 import fastformer
-from fastformer.integrations import known
+from fastformer.integrations.conversion import from_huggingface, to_huggingface
 from fastformer.integrations.known import CACHE
 from tests.covering import by_turns, covering
 from tests.integrations.families import (
@@ -322,9 +324,15 @@ def test_adapters_take_effect(family, layers, first):
     assert_all_same(results[1], results[0], "adapters")
 
 
-def test_versions_of_transformers_with_other_layers_are_refused():
-    for version in ("4.57.6", "5.0.0", "5.3.1", "5.15.1"):
-        with pytest.raises(ImportError, match=version.replace(".", r"\.")):
-            known.check_version(version)
-    for version in ("5.16.0", "5.23.0.dev0"):
-        known.check_version(version)
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.15.1", "5.16.0", "5.23.0.dev0"])
+def test_versions_of_transformers_with_other_layers_are_refused(version: str, monkeypatch) -> None:
+    """Its models are neither accelerated nor converted then, but modules of torch.nn are accelerated."""
+    theirs, ours = make("llama"), from_huggingface(make("llama"))
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    is_known = version.startswith(("5.16", "5.23"))
+    for call in (lambda: fastformer.accelerate(theirs), lambda: from_huggingface(theirs), lambda: to_huggingface(ours)):
+        with contextlib.nullcontext() if is_known else pytest.raises(ImportError, match=version.replace(".", r"\.")):
+            call()
+    layer = fastformer.accelerate(nn.TransformerEncoderLayer(8, 2, 16))
+    assert fastformer.report(layer).swapped
+    assert bool(fastformer.report(theirs).swapped) if is_known else type(theirs) is transformers.LlamaForCausalLM

@@ -178,7 +178,7 @@ def in_memory(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
     Args:
         weights: the tensors by their names on disk.
-        expected: those of the model, in whose form they are returned. Before version 5 it is that on disk.
+        expected: those of the model, in whose form they are returned.
     """
     if weights.keys() == expected.keys():
         return dict(weights)

@@ -204,7 +204,7 @@ def write_rope(
 
 
 def without_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings without those of rotary positions that only transformers before version 5 reads."""
+    """Returns settings without the names of rotary positions before transformers 5, which replace those since then."""
     old = ("rope_theta", "rope_scaling", "rope_local_base_freq") if settings.get("rope_parameters") else ()
     return {name: value for name, value in settings.items() if name not in old}
 
