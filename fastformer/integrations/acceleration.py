@@ -134,9 +134,8 @@ def accelerate(
             the layers of BART, BERT, GPT-2, Llama, Marian and T5, and the encoders named above. In any model of
             transformers the linear maps are accelerated, and attention "sdpa" runs on the ops of this library.
         fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM, MarianMTModel and
-            T5ForConditionalGeneration compute the loss of their labels without ever holding the
-            logits: in training the output's `logits` is None. In evaluation, without labels, and under torch.compile
-            the output has its logits as before.
+            T5ForConditionalGeneration compute the loss of their labels without ever holding the logits: in training the
+            output's `logits` is None. In evaluation, without labels, and under torch.compile it has them as before.
         padding: how stacks treat padding. By "auto" they skip it where nothing reads their output there. A stack of
             torch.nn then equals the plain one at every position: padding is skipped where torch.nn itself skips it (an
             encoder in evaluation without gradients), in the encoder of a `Transformer` whose memory_key_padding_mask
