@@ -351,7 +351,9 @@ def known_replacements() -> dict[type[nn.Module], Replacement]:
 
 
 def _families() -> list[Any]:
-    loaded = [name for name, theirs in _FAMILIES.items() if theirs in sys.modules and has_transformers()]
+    if not has_transformers():
+        return []
+    loaded = [name for name, theirs in _FAMILIES.items() if theirs in sys.modules]
     return [importlib.import_module(f"fastformer.integrations.{name}") for name in loaded]
 
 

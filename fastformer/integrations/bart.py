@@ -55,8 +55,7 @@ class EncoderLayer(_Layer):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         x, mask = entered(hidden_states, attention_mask)
         attended = _attended(self.self_attn, x, attention_mask=mask, **kwargs)
-        x = self._feed_forward(self._join(attended, x, self.self_attn_layer_norm))
-        return x
+        return self._feed_forward(self._join(attended, x, self.self_attn_layer_norm))
 
 
 class DecoderLayer(_Layer):
@@ -89,8 +88,7 @@ class DecoderLayer(_Layer):
                 options |= {"key_value_states": memory, "attention_mask": mask}
                 attended = _attended(self.encoder_attn, x, **options)
             x = self._join(attended, x, self.encoder_attn_layer_norm)
-        x = self._feed_forward(x)
-        return x
+        return self._feed_forward(x)
 
 
 def _attended(attention: Any, x: Tensor, **options: Any) -> Tensor:

@@ -90,8 +90,7 @@ class GPT2Block(CausalLayer, gpt2.GPT2Block):
         else:
             attended, dropout_p = self.attn(normed, **given)[0], 0.0
         normed, x = join_residual(attended, x, dropout_p, self.ln_2)
-        x = left(self, x + self.mlp(normed))
-        return x
+        return left(self, x + self.mlp(normed))
 
     def _attends_plainly(self) -> bool:
         attention = self.attn
