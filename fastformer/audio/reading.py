@@ -235,8 +235,6 @@ def _with_av(file: Any, name: Any) -> Iterator[bytes]:
             resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
             frames = (frame for packet in container.demux(audio=0) for frame in _frames(packet, av.error.FFmpegError))
             for frame in itertools.chain(frames, [None]):
-                if frame is not None:
-                    frame.pts = None  # times that jump are no reason to stop
                 for part in resampler.resample(frame):
                     yield part.to_ndarray().tobytes()
     except av.error.FFmpegError as error:
