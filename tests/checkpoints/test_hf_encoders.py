@@ -86,6 +86,19 @@ def test_special_tokens_in_a_text_are_text(kind, made) -> None:
     assert len(tokenizer.tokens(plain)) == len(plain)
 
 
+def test_a_token_may_stand_for_the_unknown_and_end_texts(made, tmp_path) -> None:
+    folder = shutil.copytree(made("bert"), tmp_path / "bert")
+    saved = read_json(folder / "tokenizer.json")
+    (folder / "tokenizer.json").write_text(json.dumps({**saved, "model": {**saved["model"], "unk_token": "[SEP]"}}))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, unk_token="[SEP]")
+    config = read_json(folder / "config.json") | {"sep_token_id": theirs.sep_token_id}
+    (folder / "config.json").write_text(json.dumps(config))
+    model, tokenizer = load(folder)
+    assert model.config.special_ids.eos == (theirs.sep_token_id,) and model.config.special_ids.unk is None
+    assert tokenizer.encode("the \u6f22 dog") == theirs("the \u6f22 dog")["input_ids"]
+    assert tokenizer.encode("the \u6f22 dog").count(theirs.sep_token_id) == 2
+
+
 def test_it_may_be_cut_on_the_left(made, tmp_path) -> None:
     for kind in ("bert", "xlm-roberta pieces"):
         folder = shutil.copytree(made(kind), tmp_path / kind)

@@ -252,6 +252,7 @@ def test_a_window_that_is_not_used_is_none() -> None:
 def test_unused_ids_of_a_decoder_are_omitted() -> None:
     assert special_ids({"eos_token_id": [3, 70, 3]}, 60, None).eos == (3,)
     assert special_ids({"eos_token_id": 5, "pad_token_id": -1}, 60, 5).unk is None
+    assert special_ids({"eos_token_id": [3, 5], "pad_token_id": 7}, 60, 5).unk is None
     assert special_ids({"eos_token_id": 5, "pad_token_id": 99}, 60, 4).pad == 5
     assert special_ids({"eos_token_id": None}, 60, 0).eos == ()
     for wrong in ("5", [5, None], True):

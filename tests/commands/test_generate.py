@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from functools import partial
@@ -119,6 +120,21 @@ def test_the_usual_limit_of_a_folder_without_one(tmp_path, ran) -> None:
         assert len(due) > len(short) and ran("generate", str(folder), *given).out == due
         one = due.split("\n")[0]
         assert one_line(ran("generate", str(folder), "to", "--greedy").out) == one + "\\n"
+
+
+def test_beams_of_a_folder_that_samples_are_not_sampled(tmp_path, ran) -> None:
+    transformers = pytest.importorskip("transformers", reason="the folder is written by transformers")
+    from tests.checkpoints.decoders import SIZES, save
+    from tests.checkpoints.families import byte_level
+
+    byte_level(["<|endoftext|>"]).save_model(str(tmp_path))
+    tokenizer = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
+    save(tmp_path, transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, vocab_size=len(tokenizer))), tokenizer)
+    texts = {}
+    for samples in (False, True):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": samples}))
+        texts[samples] = ran("generate", str(tmp_path), "to", "--num_beams", "2", *FEW).out
+    assert texts[True] == texts[False]
 
 
 def test_contradictions(run, capsys, ran) -> None:

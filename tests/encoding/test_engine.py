@@ -76,6 +76,17 @@ def test_neighbours_and_autocast_do_not_change_the_bits_of_a_label(name: str) ->
     assert engine.classify([]).shape == (0, together.shape[1])
 
 
+def test_logits_of_a_bf16_models_tokens_are_averaged_in_fp32() -> None:
+    model = model_of("eurobert").bfloat16()
+    model.register_forward_hook(lambda *_: None)
+    engine = EncoderEngine(model)
+    ids, types = texts_of(model, [1, 7, 40, 130])
+    for text, found in zip(ids, engine.classify(ids, types), strict=True):
+        with torch.inference_mode():
+            logits = model.head(torch.from_numpy(engine.encode([text], None, "none")).bfloat16())
+        torch.testing.assert_close(torch.from_numpy(found), logits.double().mean(0).float())
+
+
 @needs_cpp
 def test_int4_computes_with_the_rounded_weights() -> None:
     model = model_of("bert").quantize("int4")

@@ -21,8 +21,8 @@ LARGE = 64 << 20  # bytes that no socket's buffers hold
 
 class App:
     """Answers /PATH with the path, /large and /less with much data, and /wait when the client has left or `go` is set;
-    /begun begins an answer, and then waits in the same way. It answers /early before it has read the body, and /unread
-    with as much as the system takes and a little more.
+    /begun begins an answer, and then waits in the same way. It answers /early before it has read the body, /unread
+    with as much as the system takes and a little more, and /whole with much data at once.
 
     Attributes:
         paths: the paths of requests that were begun.
@@ -58,12 +58,13 @@ class App:
                     await asyncio.sleep(0)
                 await send({"type": "http.response.body", "body": b""})
                 return
-            size = {"/large": LARGE, "/less": LARGE // 4}.get(path)
+            size = {"/large": LARGE, "/less": LARGE // 4, "/whole": 500_000}.get(path)
             body = b"x" * size if size else path.encode()
             headers = [(b"content-length", str(len(body)).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})  # waits until the first part is nearly sent
+            await send({"type": "http.response.body", "body": body, "more_body": path != "/whole"})
+            if path != "/whole":
+                await send({"type": "http.response.body", "body": b""})  # waits until the first part is nearly sent
         finally:
             self.ended.append(path)
 
@@ -149,6 +150,23 @@ def test_a_closed_connection_does_not_wait_for_a_client_that_never_reads(served,
         served.clock.skip(80)
         assert served.connections() == 1
         served.clock.skip(30)
+        until(lambda: not served.connections(), 5)
+
+
+def test_a_client_that_reads_all_but_the_end_of_an_answer_is_disconnected(served) -> None:
+    with served.connected(SO_RCVBUF=4096) as client:
+        until(served.connections)
+        (connection,) = served.server.server_state.connections
+        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.sendall(get("/whole", "Connection: close"))
+        until(served.app.unsent)
+        while connection.flow.write_paused:
+            client.recv(1000)
+        assert connection.transport.is_closing() and served.app.unsent()
+        served.clock.skip(80)
+        assert served.connections() == 1
+        for _ in range(2):  # the system may have taken more of the data at first
+            served.clock.skip(110)
         until(lambda: not served.connections(), 5)
 
 
