@@ -1,7 +1,6 @@
 """Runs all checks and measurements that need a GPU, unattended and detached: the most important first, tests before
 times.
 
-    FASTFORMER_BUILD_CPP=0 pip install -e . --no-build-isolation --no-deps      (the extension is a step of the plan)
     python -m benchmarks.gpu_run_plan start --out DIR [--resume FILE]           begins, and returns at once
     python -m benchmarks.gpu_run_plan status --out DIR [--wait 560] [--copy DEST]
     python -m benchmarks.gpu_run_plan list                                      the steps, and when each should be done
@@ -21,6 +20,10 @@ exit status of `run` is 0 if all steps succeeded and 1 if any failed; that of `s
 
 `benchmarks/gpu/steps.py` defines the steps and their order. Timed cases are those of the runner (`benchmarks.run`), and
 their rows go to DIR/cuda*.jsonl.
+
+fastformer need not be installed. Take along fastformer/*.so (else a step builds the extension), the FOLDER of `compile`,
+named by FASTFORMER_KERNELS, and wheels of rivals in build/wheels, which are unpacked for the steps. Rows name what is
+missing. `pip download --no-deps -d build/wheels fa3-fwd==0.0.3 liger-kernel==0.8.5` gets FlashAttention-3 and Liger.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -114,6 +118,17 @@ def work_through(
     return 0 if all(finished.values()) else 1
 
 
+@contextlib.contextmanager
+def with_wheels(wheels: Path = record.ROOT / "build" / "wheels") -> Iterator[None]:
+    """Unpacks the wheels of a folder, and puts them at the end of the path of the steps, be they forks or not."""
+    with tempfile.TemporaryDirectory() as folder:
+        for wheel in wheels.glob("*.whl"):
+            shutil.unpack_archive(wheel, folder, "zip")
+        sys.path.append(folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), folder)))
+        yield
+
+
 # Detached runs.
 
 
@@ -183,13 +198,14 @@ def status(out: Path, wait: float, copy: Path | None, todo: Sequence[PlanStep]) 
 
 
 def listing(todo: Sequence[PlanStep], leases: Sequence[float]) -> Iterator[str]:
-    """Yields a line for each step (its seconds, and when it should be done) and for the end of each lease (minutes)."""
+    """Yields a line for each step (seconds, when it should be done, rivals) and for the end of each lease (minutes)."""
     ends, total = list(leases), 0.0
     for step in todo:
         total += step.seconds
         while ends and total > 60 * ends[0]:
             yield f"----- the end of {ends.pop(0):g} minutes"
-        yield f"{step.seconds:>5.0f} s {total / 60:>6.1f} min  {step.key}"
+        beside = f", beside {', '.join(step.rivals)}" if step.rivals else ""
+        yield f"{step.seconds:>5.0f} s {total / 60:>6.1f} min  {step.key}{beside}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -234,7 +250,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     print(f"steps are {'forks' if import_ahead() else 'new processes'}", flush=True)
     todo = [step for step in todo if re.search(options.only, step.key)]
-    return work_through(todo, options.out, lines_of(options.out))
+    with with_wheels():
+        return work_through(todo, options.out, lines_of(options.out))
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ TESTS = {
 # and backward), and for gpt2, the time in which Hugging Face's step is compiled.
 _SECONDS = {"attention": 24.0, "masked_attention": 24.0, "packed_attention": 24.0, "decode_attention": 10.0,
             "decoding": 20.0, "graph_decoding": 30.0, "training_step": 100.0, "accelerated": 12.0}  # fmt: skip
-# The fastest of the rivals of attention, which need no compilation.
-_BEST_RIVALS = ("fastformer", "sdpa flash", "sdpa cudnn")
+# The fastest of the rivals of attention, which need no compilation. FlashAttention-3 has its forward pass alone.
+_BEST_RIVALS = ("sdpa flash", "sdpa cudnn", "fa3")
 
 
 @functools.cache
@@ -108,15 +108,16 @@ def times(
     key = " ".join(filter(None, ["time", label, op, *values]))
     # Rows of attention have to be ours, and whole models as users get them.
     environment = {"FASTFORMER_ATTENTION_KERNELS": "ours" if op == "attention" else "fastest"}
-    return PlanStep(key, [(command, environment)], _START + seconds_per_shape * len(shapes))
+    return PlanStep(key, [(command, environment)], _START + seconds_per_shape * len(shapes), rivals=rivals)
 
 
-_LOOK: dict[str, Any] = {"label": "first look", "modes": ("fwdbwd",), "rivals": _BEST_RIVALS, "seconds": 8}
-_ALONE = _LOOK | {"rivals": ("fastformer",), "seconds": 6}
+_LOOK: dict[str, Any] = {"label": "first look", "modes": ("fwd", "bwd"), "rivals": _BEST_RIVALS, "seconds": 11}
+_ALONE = _LOOK | {"modes": ("fwdbwd",), "rivals": ("eager",), "seconds": 6}
+_BESIDE_LIGER = _ALONE | {"rivals": ("liger",), "seconds": 8}
 
 
 def _look_at_attention(out: Path) -> Iterator[PlanStep]:
-    """Yields steps that check and time attention, beside cuDNN and flash only."""
+    """Yields steps that check and time attention, beside cuDNN and FlashAttention only."""
     causal = ("causal=True", "seqlen=2048")
     for head_dim in (64, 128):
         yield times("attention", out, *causal, "dropout_p=0.0", f"head_dim={head_dim}", **_LOOK)
@@ -127,14 +128,14 @@ def _look_at_attention(out: Path) -> Iterator[PlanStep]:
 
 def _look_at_others(out: Path) -> Iterator[PlanStep]:
     """Yields steps that check and time one shape of each other op."""
-    yield times("add_layer_norm", out, "rows=16384", "dim=512", "dropout_p=0.1", **_ALONE)
-    yield times("embedding", out, "dropout_p=0.1", **_ALONE)
-    yield times("rotary", out, "head_dim=64", "seqlen=4096", **_ALONE)
-    yield times("linear_cross_entropy", out, "vocab_size=32000", **_ALONE)
+    yield times("add_layer_norm", out, "rows=16384", "dim=512", "dropout_p=0.1", **_BESIDE_LIGER)
+    yield times("embedding", out, "dropout_p=0.1", **_BESIDE_LIGER)
+    yield times("rotary", out, "head_dim=64", "seqlen=4096", **_BESIDE_LIGER)
+    yield times("linear_cross_entropy", out, "vocab_size=32000", **_BESIDE_LIGER)
     yield times("feed_forward", out, "dim=512", "activation=relu", "dropout_p=0.1", **_ALONE)
     # Lengths of translation, with all heads of a model.
-    yield times("attention", out, "causal=True", "seqlen=64", "dropout_p=0.0", "head_dim=64", **_LOOK)
-    yield times("attention", out, "causal=True", "seqlen=256", "dropout_p=0.0", "head_dim=64", **_LOOK)
+    for seqlen in (16, 64, 256):
+        yield times("attention", out, "causal=True", f"seqlen={seqlen}", "dropout_p=0.0", "head_dim=64", **_LOOK)
 
 
 def _build() -> PlanStep:
@@ -153,10 +154,10 @@ def steps(out: Path) -> Iterator[PlanStep]:
     yield times("graph_decoding", out, "batch=1")
     yield times("accelerated", out)
     yield from _look_at_others(out)
+    yield times("graph_decoding", out, "batch=16")
     yield tests("attention", TESTS["attention"], 25, 250, only=f"not repeat and not ({_LATER})")
     yield tests("ops", TESTS["ops"], 60, 300, only="not repeat")
     yield tests("models", TESTS["models"], 60, 100)
-    yield times("graph_decoding", out, "batch=16")
     for head_dim in (64, 128):
         yield times("attention", out, "causal=True", "seqlen=8192", f"head_dim={head_dim}", rivals=_BEST_RIVALS,
                     seconds=12)  # fmt: skip

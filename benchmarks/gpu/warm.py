@@ -38,12 +38,14 @@ class PlanStep(NamedTuple):
         commands: the commands, which run in parallel, each with its additions to the environment.
         seconds: roughly how long it takes.
         after: the key of a step that has to succeed first; otherwise this one is omitted.
+        rivals: the providers that were chosen to be timed beside fastformer and the baseline; empty = all, or none.
     """
 
     key: str
     commands: Sequence[tuple[list[str], dict[str, str]]]
     seconds: float
     after: str = ""
+    rivals: Sequence[str] = ()
 
 
 class Child:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 import time
+import zipfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import run
 from benchmarks.gpu.steps import TESTS, other_tests, steps
 from benchmarks.gpu.warm import PlanStep
-from benchmarks.gpu_run_plan import run_step, work_through
+from benchmarks.gpu_run_plan import listing, run_step, with_wheels, work_through
+from benchmarks.measure.checking import verdicts_of
 from benchmarks.measure.launches import recorded_launches
 from benchmarks.measure.record import ROOT
 from benchmarks.measure.suites import benchmarks, chosen_cases, nothing_fits
@@ -74,6 +78,47 @@ def test_a_step_that_hangs_or_crashes_has_a_log_and_a_line(tmp_path: Path) -> No
     assert run_step(step("right", *codes[:2]), tmp_path, 30.0) == {"ok": True, "failed": [], "tails": {}}
 
 
+FLASH_ATTENTION_3 = """
+from torch import cat
+from torch.nn.functional import scaled_dot_product_attention
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
+    starts = cu_seqlens_q.tolist()
+    assert starts == cu_seqlens_k.tolist() and max_seqlen_q == max_seqlen_k >= max(cu_seqlens_q.diff())
+    parts = (slice(*ends) for ends in zip(starts, starts[1:]))
+    return cat([flash_attn_func(q[None, part], k[None, part], v[None, part], causal=causal)[0] for part in parts])
+"""
+
+
+def test_a_wheel_beside_the_plan_is_a_rival_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found in the plan's process, whose forks are steps, and in new ones; FlashAttention-3 has only forward."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    assert "fa3" in benchmarks()["attention"].missing("cuda")
+    with zipfile.ZipFile(tmp_path / "fa3_fwd-0.0.3-cp39-abi3-manylinux_2_24_x86_64.whl", "w") as wheel:
+        wheel.writestr("fa3_fwd_interface.py", FLASH_ATTENTION_3)
+    with with_wheels(tmp_path):
+        found = f"{sys.executable} -c 'import importlib.util as u; assert u.find_spec(\"fa3_fwd_interface\")'"
+        assert run_step(step("find it", found), tmp_path, 30.0)["ok"]
+        for name, causal, dropout_p, mode, reason in (
+            ("attention", True, 0.0, "fwd", ""), ("attention", False, 0.0, "fwd", ""),
+            ("attention", True, 0.0, "bwd", "no backward pass"), ("attention", True, 0.1, "fwd", "no dropout"),
+            ("packed_attention", True, 0.0, "fwd", ""), ("packed_attention", False, 0.0, "fwd", ""),
+            ("packed_attention", True, 0.0, "fwdbwd", "no backward pass"),
+        ):  # fmt: skip
+            benchmark = benchmarks()[name]
+            assert "fa3" not in benchmark.missing("cuda")
+            providers = {other: benchmark.providers[other] for other in ("fastformer", "eager", "fa3")}
+            shape = {"batch": 2, "seqlen": 5, "heads": 2, "head_dim": 8, "causal": causal, "dropout_p": dropout_p}
+            verdicts = verdicts_of(benchmark, providers, shape, mode, torch.float32, "cpu")
+            assert not verdicts.wrong and verdicts.passed("fa3") == (not reason)
+            assert reason in verdicts.refused.get("fa3", ""), (name, mode)
+
+
 def test_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from fastformer.kernels import _launch
@@ -109,18 +154,25 @@ def test_the_runner_knows_the_timed_cases(tmp_path: Path) -> None:
 
 def test_the_first_ten_minutes_answer_what_users_ask(tmp_path: Path) -> None:
     """That is so even if nothing was compiled beforehand, and the extension is built on the device."""
-    seconds, early = 90.0, ""
+    seconds, early = 90.0, []
     for step in steps(tmp_path):
         seconds += step.seconds
         if seconds > 600:
             break
-        early += f"{step.key}\n"
+        early.append(step)
+    lines = "\n".join(listing(early, ()))
     for question in (
         "attention causal=True", "tests repeats", "training_step", "graph_decoding", "accelerated", "add_layer_norm",
-        "embedding", "rotary", "linear_cross_entropy", "seqlen=64", "decode_attention",
+        "embedding", "rotary", "linear_cross_entropy", "seqlen=16", "seqlen=64", "decode_attention",
     ):  # fmt: skip
-        assert question in early, question
-    assert early.index("training_step") < early.index("graph_decoding") < early.index("add_layer_norm")
+        assert question in lines, question
+    assert lines.index("training_step") < lines.index("graph_decoding") < lines.index("add_layer_norm")
+    for op, rivals in {
+        "attention": "sdpa flash, sdpa cudnn, fa3", "packed_attention": "fa3", "add_layer_norm": "liger",
+        "embedding": "liger", "rotary": "liger", "linear_cross_entropy": "liger",
+    }.items():  # fmt: skip
+        of_op = [line for line in lines.splitlines() if f"look {op} " in line]
+        assert of_op and all(line.endswith(rivals) for line in of_op), op
 
 
 def test_each_command_parses_and_names_existing_cases(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ BENCHMARKS = [
             "cuda": [
                 *_shapes(*_charts(8192, 2048, 512, head_dim=64), *_charts(8192, 2048, 512, head_dim=128)),
                 *_shapes(*_charts(2048, head_dim=64), *_charts(2048, head_dim=128), causal=(True,), dropout_p=0.1),
-                *_shapes(*_charts(64, 128, 256, head_dim=64)),
+                *_shapes(*_charts(64, 128, 256, 16, head_dim=64)),
                 *_shapes(*_charts(64, 256, head_dim=64), dropout_p=0.1),
             ],
         },

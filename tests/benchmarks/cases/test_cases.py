@@ -212,18 +212,36 @@ def test_bytes_equal_the_tensors() -> None:
 
 
 def test_a_missing_package_is_a_row_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("flash_attn", "xformers", "liger_kernel"):
+    for name in ("flash_attn", "fa3_fwd_interface", "xformers", "liger_kernel"):
         monkeypatch.setitem(sys.modules, name, None)
     for name, absent in {
-        "attention": {"flash-attn", "xformers"},
-        "add_layer_norm": {"liger"},
-        "linear_cross_entropy": {"liger"},
+        "attention": {"flash-attn", "fa3", "xformers"},
+        "packed_attention": {"fa3"},
+        **dict.fromkeys(("add_layer_norm", "embedding", "rotary", "linear_cross_entropy"), {"liger"}),
     }.items():
         benchmark = benchmarks()[name]
         missing = benchmark.missing("cuda")
         assert {other for other in missing if "pip install" in missing[other]} >= absent
         assert not absent & benchmark.offered("cpu").keys()
         assert benchmark.ours == "fastformer" and benchmark.baseline == "eager"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("embedding", {"batch": 2, "seqlen": 6, "dim": 16, "vocab_size": 40, "dropout_p": 0.0}),
+        ("rotary", {"batch": 4, "seqlen": 6, "heads": 3, "head_dim": 16}),
+        ("linear_cross_entropy", {"rows": 30, "dim": 16, "vocab_size": 50}),
+    ],
+)
+def test_liger_computes_the_same(name: str, shape: dict[str, Any]) -> None:
+    """Its norm is left out: the interpreter passes `eps` as a plain number, of which the kernel wants a method."""
+    pytest.importorskip("liger_kernel")
+    benchmark = benchmarks()[name]
+    providers = {other: benchmark.providers[other] for other in (benchmark.ours, benchmark.baseline, "liger")}
+    for mode in benchmark.modes:
+        verdicts = verdicts_of(benchmark, providers, shape, mode, torch.float32, "cpu")
+        assert verdicts.passed("liger"), (mode, verdicts)
 
 
 # Engines that recompute give the tokens of the cached engine, and each caches only what its name says.
