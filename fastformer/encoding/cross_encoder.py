@@ -36,7 +36,8 @@ class CrossEncoder(FolderModel):
         device: the device for the model; None: the CPU.
         activation_fn: the function applied to the logits, in place of the folder's. If neither is given, it is a
             sigmoid for one label, and the identity for several.
-        prompts, default_prompt_name: replace the folder's settings.
+        prompts: prompts by name, in place of the folder's of the same names.
+        default_prompt_name: replaces the folder's setting.
         chat_template: see `Encoder`; it reads a message of the role query and one of the role document.
 
     Attributes:
@@ -48,6 +49,8 @@ class CrossEncoder(FolderModel):
         ImportError: a library that the folder needs is not installed.
         ValueError: a file is missing or damaged, the model has no classification head, or its architecture is unknown.
     """
+
+    _tasks = ()
 
     def __init__(
         self,

@@ -40,7 +40,8 @@ class Encoder(FolderModel):
         precision: the precision of the weights: "fp32", "bf16", "int8" or "int4", the last two on a CPU; None: as they
             were saved. Embeddings, pooling and norms are always fp32.
         device: the device for the model; None: the CPU.
-        prompts, default_prompt_name, similarity_fn_name, truncate_dim: replace the folder's settings.
+        prompts: prompts by name, in place of the folder's of the same names.
+        default_prompt_name, similarity_fn_name, truncate_dim: replace the folder's settings.
         chat_template: the template that writes each text as a message, with the prompt as the message of the system, in
             place of the folder's; None: the folder's, if sentence-transformers uses it.
 

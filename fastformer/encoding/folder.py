@@ -35,6 +35,7 @@ from fastformer.checkpoints.hf.common import flag_of, number_of, read_numbers
 from fastformer.checkpoints.hf.encoder import CLASSIFIER
 from fastformer.checkpoints.run import check_saved, why_refused
 from fastformer.encoding.late_interaction import (
+    TASKS,
     LateInteraction,
     LateSettings,
     is_late,
@@ -477,14 +478,14 @@ def _score_activation(folder: Path, settings: Mapping[str, Any], foreign: Mappin
 def _prompts(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     prompts = settings.get("prompts") or {}
     default = settings.get("default_prompt_name")
-    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str | None) for prompt in prompts.values()):
         raise ValueError(f"expected {folder / _SETTINGS} to have prompts by name, got {prompts!r:.60}")
-    if default is not None and default not in prompts:
-        hint = suggestion(str(default), prompts)
+    if default is not None and default not in (known := [*prompts, *TASKS]):
+        hint = suggestion(str(default), known)
         raise ValueError(
-            f"expected {folder / _SETTINGS} to have a default_prompt_name in {[*prompts]}, got {default!r}{hint}"
+            f"expected {folder / _SETTINGS} to have a default_prompt_name in {known}, got {default!r}{hint}"
         )
-    return prompts
+    return {name: prompt or "" for name, prompt in prompts.items()}
 
 
 def _labels(foreign: Mapping[str, Any]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from typing_extensions import Self
 from fastformer.encoding.batches import as_int, check_several, packed
 from fastformer.encoding.engine import EncoderEngine
 from fastformer.encoding.folder import Folder, read_folder
+from fastformer.encoding.late_interaction import TASKS
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Rows
 from fastformer.models.stored import stand_in
@@ -33,13 +34,16 @@ class FolderModel:
         folder: a path, or the result of `read_folder`.
         precision: the precision of the weights; None: as they were saved.
         device: the device for the model; None: the CPU.
-        prompts, default_prompt_name, chat_template: replace the folder's settings.
+        prompts: prompts by name, in place of the folder's of the same names.
+        default_prompt_name, chat_template: replace the folder's settings.
         ranks: see `read_folder`.
 
     Attributes:
         prompts: prompts by name; one of them is put in front of each text.
         default_prompt_name: the name of the prompt for calls that don't name one; None: no prompt.
     """
+
+    _tasks: Collection[str] = TASKS  # the names of prompts that are empty if the folder has none
 
     def __init__(
         self,
@@ -57,7 +61,7 @@ class FolderModel:
         if not isinstance(folder, Folder):
             folder = read_folder(folder, device=device, chat_template=chat_template, ranks=ranks)
         self._folder = loaded = folder
-        self.prompts = dict(loaded.prompts if prompts is None else prompts)
+        self.prompts = {**loaded.prompts, **(prompts or {})}
         self.default_prompt_name = loaded.default_prompt_name if default_prompt_name is None else default_prompt_name
         self._prompt(None, self.default_prompt_name)
         self._reader = self._folder.reader
@@ -74,6 +78,11 @@ class FolderModel:
     ) -> Self:
         """Makes an object from a folder. The arguments are those of the class."""
         return cls(folder, precision=precision, device=device, **options)
+
+    @property
+    def prompt_names(self) -> list[str]:
+        """The names of prompts: those of `prompts`, and in an encoder "query" and "document", empty if missing."""
+        return [*dict.fromkeys([*self.prompts, *self._tasks])]
 
     @property
     def max_seq_length(self) -> int:
@@ -210,10 +219,9 @@ class FolderModel:
         name = self.default_prompt_name if name is None else name
         if name is None:
             return ""
-        if name not in self.prompts:
-            hint = suggestion(name, self.prompts)
-            raise ValueError(f"expected a prompt_name in {[*self.prompts]}, got {name!r}{hint}")
-        return self.prompts[name]
+        if name not in (known := self.prompt_names):
+            raise ValueError(f"expected a prompt_name in {known}, got {name!r:.60}{suggestion(name, known)}")
+        return self.prompts.get(name, "")
 
     def _prompt_of(self, task: str) -> str:
         """Returns the prompt of a task's texts. Without one it is empty: the default prompt may be another task's."""

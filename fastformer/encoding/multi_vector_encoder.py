@@ -28,7 +28,8 @@ class MultiVectorEncoder(FolderModel):
         folder: a folder of a multi-vector encoder, saved by sentence-transformers or PyLate, or of Stanford's ColBERT.
         precision: see `Encoder`.
         device: the device for the model; None: the CPU.
-        prompts, default_prompt_name: replace the folder's settings.
+        prompts: prompts by name, in place of the folder's of the same names.
+        default_prompt_name: replaces the folder's setting.
         similarity_fn_name: replaces the folder's setting.
 
     Attributes:

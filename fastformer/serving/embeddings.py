@@ -145,8 +145,7 @@ def _add_embeddings(routes: APIRouter, service: EmbedService, limits: Limits) ->
         width = service.encoder.get_embedding_dimension()
         if body.dimensions is not None and body.dimensions > width:
             raise ApiError(f"expected dimensions of at most {width}, got {body.dimensions:,}", param="dimensions")
-        if body.prompt_name is not None and body.prompt_name not in service.encoder.prompts:
-            names = [*service.encoder.prompts]
+        if body.prompt_name is not None and body.prompt_name not in (names := service.encoder.prompt_names):
             raise ApiError(f"expected a prompt_name in {names}, got {body.prompt_name!r:.40}", param="prompt_name")
         precision, is_packed = _precision(body, width, service.encoder.ranges)
         try:

@@ -152,7 +152,7 @@ def test_an_error_leaves_the_old_file(encoder, tmp_path, capsys, ran) -> None:
     file.write_bytes(b"a\n\xff\n")
     assert main(["embed", str(encoder), "--file", str(file), "--out", str(out)]) == 1
     assert "line 2" in capsys.readouterr().err and out.read_bytes() == b"old" and len([*tmp_path.iterdir()]) == 2
-    assert "prompt_name" in ran("embed", str(encoder), "--file", str(file), "--prompt_name", "query", code=1).err
+    assert "prompt_name" in ran("embed", str(encoder), "--file", str(file), "--prompt_name", "passage", code=1).err
     assert "--out" in ran("embed", str(encoder), "--out", str(tmp_path / "none" / "v.npy"), code=1).err
 
 

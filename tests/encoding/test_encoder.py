@@ -149,6 +149,24 @@ def test_texts_of_a_task_without_a_prompt_have_none(folder, name) -> None:
         assert np.array_equal(encode(TEXTS, prompt_name=name), prompted)
 
 
+def test_the_prompts_of_tasks_are_empty_if_there_are_none(folder) -> None:
+    modules(folder, ("Pooling", MEAN))
+    settings = {"prompts": {"web": "query : ", "document": None}, "default_prompt_name": "query"}
+    write(folder / "config_sentence_transformers.json", settings)
+    encoder, other = fastformer.Encoder(folder), fastformer.Encoder(folder, prompts={"query": "the hills "})
+    bare, prompted = encoder.encode(TEXTS, prompt=""), encoder.encode(TEXTS, prompt="query : ")
+    for name in ("query", "document", None):
+        assert np.array_equal(encoder.encode(TEXTS, prompt_name=name), bare)
+    for each in (encoder, other):
+        assert np.array_equal(each.encode(TEXTS, prompt_name="web"), prompted)
+    assert np.array_equal(other.encode(TEXTS), encoder.encode(TEXTS, prompt="the hills "))
+    with pytest.raises(ValueError, match=r"\bprompt_name\b.*'passage'"):
+        encoder.encode(TEXTS, prompt_name="passage")
+    library = pytest.importorskip("sentence_transformers")
+    theirs = library.SentenceTransformer(str(folder), device="cpu", prompts={"query": "the hills "})
+    assert theirs.prompts == {name: other.prompts.get(name, "") for name in other.prompt_names}
+
+
 @pytest.mark.parametrize("ends", ["[CLS] $A [SEP]", "[CLS] $A", "$A"])
 def test_a_prompt_is_left_out_of_each_pooling(folder, plain, ends) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())

@@ -76,6 +76,8 @@ def test_embeddings_are_the_librarys_bit_for_bit(client, encoder, folder) -> Non
     own = encoder.encode(texts[0], prompt_name="query", truncate_dim=7, normalize=True)
     assert np.linalg.norm(own) == pytest.approx(1)
     np.testing.assert_array_equal(np.array(short.data[0].embedding, np.float32), own)
+    none = client.embeddings.create(model="mini", input=texts[0], extra_body={"prompt_name": "document"})
+    np.testing.assert_array_equal(np.array(none.data[0].embedding, np.float32), encoder.encode(texts[0], prompt=""))
     assert found.usage.prompt_tokens == found.usage.total_tokens == counted(folder, texts)
     cut = client.embeddings.create(model="mini", input="a bird " * 30, extra_body={"truncate": True})
     np.testing.assert_array_equal(np.array(cut.data[0].embedding, np.float32), encoder.encode("a bird " * 30))
