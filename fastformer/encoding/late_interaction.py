@@ -93,10 +93,12 @@ class LateInteraction:
             task: "query", "document" or None.
             most: the most tokens of a text of no task.
         """
-        length = (self.lengths or {}).get(task or "", most)
-        if task != "query" or self.expansion is None:
-            return length
-        return self.expansion.length if self.expansion.cuts else max(length, self.expansion.length)
+        length = (self.lengths or {}).get(task or "")
+        if task == "query" and self.expansion is not None:
+            if self.expansion.cuts:
+                return self.expansion.length
+            length = None if length is None else max(length, self.expansion.length)
+        return most if length is None else length
 
     def expanded(self, ids: Sequence[list[int]], task: str | None) -> tuple[list[list[int]], Gaps | None, list[int]]:
         """Returns the ids of texts with their expansions, the places of these tokens, and the expansions' lengths.

@@ -141,6 +141,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         query_expansion={**MASKED, "attend": True},
         mask={"skiplist_words": [",", "birds"], "skiplist_tasks": ["query", "document"]},
     ),
+    "expansions beyond the most tokens": saved(query_expansion={**MASKED, "strategy": "min"}, max_seq_length=8),
     "chosen tokens, no expansions": saved(mask={"keep_only_token_ids": [5, 6, 7, 8]}, query_length=6),
     "ModernBERT": saved("ModernBertModel", settings={"local_attention": 32}, query_expansion=MASKED),
     "MPNet": saved("MPNetModel", settings={"pad_token_id": 1}, query_expansion=MASKED),
