@@ -50,12 +50,13 @@ class Undrawn(TorchFunctionMode):
     reading them, and would advance the caller's random numbers.
     """
 
-    # xavier_uniform_ and xavier_normal_ call the first two.
-    _DRAWS = frozenset({Tensor.uniform_, Tensor.normal_, nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_})
+    # Methods of tensors, which xavier_uniform_ and xavier_normal_ call, and functions of torch.nn.init. While
+    # transformers builds a model, in whichever thread, functions of its own with these names are in their places.
+    _DRAWS = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._DRAWS:
+        if getattr(func, "__name__", None) in self._DRAWS:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
 

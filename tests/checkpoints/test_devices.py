@@ -58,3 +58,18 @@ def test_a_model_is_loaded_where_and_as_it_is_asked_for(name, tmp_path) -> None:
         found = {(each.device.type, each.dtype) for each in model.parameters()}
         assert found == {(device or "cpu", dtype)}, (device, dtype)
     assert type(load_model(folder, KINDS)[0]) in (Transformer, GPT, BERT, LSTMSeq2Seq)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gguf"])
+def test_a_load_draws_nothing_while_transformers_builds_a_model(name, tmp_path) -> None:
+    """Meanwhile transformers' functions are in the places of torch.nn.init's, in every thread."""
+    from transformers.initialization import guard_torch_init_functions
+
+    folder = FOLDERS[name]
+    if not isinstance(folder, Path):
+        folder(tmp_path / "model")
+        folder = tmp_path / "model"
+    before = torch.get_rng_state()
+    with guard_torch_init_functions():
+        load_model(folder, KINDS)
+    assert torch.equal(torch.get_rng_state(), before)
