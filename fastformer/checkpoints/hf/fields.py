@@ -72,9 +72,10 @@ FIELDS: dict[str, frozenset[str]] = {
         "granite": f"{_LLAMA} attention_bias mlp_bias embedding_multiplier logits_scaling residual_multiplier "
         "attention_multiplier",
         "phi": f"{_ALL} {_LAYERS} num_key_value_heads hidden_act initializer_range layer_norm_eps use_cache "
-        "rope_parameters attention_dropout resid_pdrop embd_pdrop qk_layernorm",
+        "rope_parameters partial_rotary_factor attention_dropout resid_pdrop embd_pdrop qk_layernorm",
         "stablelm": f"{_ALL} {_LAYERS} num_key_value_heads hidden_act initializer_range layer_norm_eps use_cache "
-        "rope_parameters attention_dropout hidden_dropout use_qkv_bias qk_layernorm use_parallel_residual",
+        "rope_parameters partial_rotary_factor attention_dropout hidden_dropout use_qkv_bias qk_layernorm "
+        "use_parallel_residual",
         "starcoder2": f"{_LLAMA} norm_epsilon sliding_window residual_dropout embedding_dropout use_bias",
         "mixtral": f"{_LLAMA} {_EXPERTS} head_dim sliding_window num_local_experts router_jitter_noise",
         "granitemoe": f"{_LLAMA} {_EXPERTS} attention_bias num_local_experts embedding_multiplier logits_scaling "
