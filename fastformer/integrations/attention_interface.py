@@ -29,7 +29,7 @@ from fastformer.ops._common import resolve_scale
 from fastformer.ops.attention import why_no_kernel
 
 # Arguments that ask for something which fastformer's ops don't compute.
-_OTHERS = ("softcap", "cache", "s_aux", "output_attentions", "sparse_indices", "block_indices")
+_OTHERS = ("cache", "s_aux", "output_attentions", "sparse_indices", "block_indices")
 # The function that was registered as "sdpa" before.
 _their_attention: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _their_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -86,7 +86,13 @@ def attend_padded(
     is_causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `attention_forward` of a padded batch, even in a packed run."""
+    """Computes `attention_forward` of a padded batch, even in a packed run.
+
+    Raises:
+        ValueError: the scores have a cap. transformers' function raises it since 5.22, and ignored the cap before.
+    """
+    if kwargs.get("softcap") is not None:
+        raise ValueError('expected the attention "eager" or "flex_attention" for a softcap, which "sdpa" doesn\'t have')
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     bias = kwargs.get("position_bias")
     others = (kwargs.get(name) for name in _OTHERS)

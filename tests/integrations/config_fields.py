@@ -67,7 +67,8 @@ BASES: dict[str, dict[str, Any]] = {
     "cwm": {**_GEMMA, "sliding_window": 5},
     "phi3": {**_GROUPED, "original_max_position_embeddings": 64},
     "gemma": _GEMMA,
-    "gemma2": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9},
+    # Before 5.22 the usual attention is "sdpa", which has no cap.
+    "gemma2": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9, "attn_implementation": "eager"},
     "gemma3_text": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9, "sliding_window_pattern": 2},
     "gpt_neox": {**_LLAMA, "num_attention_heads": 3},
     "starcoder2": {**_GROUPED, "sliding_window": 5},
