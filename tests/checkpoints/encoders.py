@@ -62,7 +62,7 @@ def roberta(folder: Path) -> None:
     folder.mkdir()
     byte_level(["<s>", "<pad>", "</s>", "<unk>", "<mask>"]).save_model(str(folder))
     vocab, merges = ((folder / name).read_bytes() for name in ("vocab.json", "merges.txt"))
-    tokenizer = transformers.RobertaTokenizerFast.from_pretrained(folder)
+    tokenizer = transformers.RobertaTokenizer.from_pretrained(folder)
     config = transformers.RobertaConfig(**SIZES, vocab_size=len(tokenizer), type_vocab_size=1)
     save(folder, transformers.RobertaForSequenceClassification(config), tokenizer)
     (folder / "vocab.json").write_bytes(vocab)

@@ -16,6 +16,7 @@ from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT, GPTConfig, SpecialIds, Transformer, TransformerConfig
 from fastformer.nn import MultiheadAttention, RelativePositionBias, SequenceLayout
 from fastformer.ops import record_backends
+from tests.checkpoints.present import skip_before
 from tests.covering import by_turns, each
 from tests.integrations.conversions import CASES, LEARNED, opinionated, t5, until_end
 
@@ -136,6 +137,8 @@ ENGINES = {"Marian": ("cpp", "kv_cache"), "T5": ("cpp", "kv_cache", "recompute")
 def test_generates_the_same_tokens(name, search, options, engine) -> None:
     case = CASES[name]
     (source, _), (pad, eos) = case.batch, case.ids
+    if name == "Marian separate" and "num_beams" in options:
+        skip_before(5, 18, "takes the beams' vocabulary for that of the source")
     if case.family == "Marian":
         theirs = opinionated(case.make(torch.float32), seed=19, embedding=0.1 if search == "beams that end" else 0.2)
     else:

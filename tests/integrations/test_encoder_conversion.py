@@ -205,6 +205,8 @@ def test_an_omitted_head_is_named(caplog) -> None:
     ],
 )
 def test_unsupported_settings_are_named(case, settings, name) -> None:
+    if case not in ENCODERS:
+        pytest.skip(f"transformers has no {case}")
     theirs = CASES[case].make()
     with pytest.raises(ValueError, match=name):
         ENCODER_FORMS[case].to_model(Checkpoint({**theirs.config.to_dict(), **settings}, theirs.state_dict()))

@@ -16,6 +16,7 @@ from transformers.generation import logits_process, stopping_criteria
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
 from fastformer.generation.drafts import Certainty, Drafter, Odds
 from fastformer.integrations import accelerate, report
+from tests.checkpoints.present import VERSION
 from tests.checks import assert_accurate
 from tests.covering import by_turns
 from tests.integrations import conversions, decoders
@@ -335,7 +336,7 @@ def test_assisted_decoding_that_the_engine_leaves_to_transformers():
     small, _ = smaller(pair)
     decoder_only = pair_of("llama grouped heads", left=True).plain
     for is_served, options in (
-        (True, {"assistant_model": small}),
+        *([(True, {"assistant_model": small})] if VERSION >= (5, 22) else []),  # before, a TypeError
         (True, {"prompt_lookup_num_tokens": 3, "repetition_penalty": 1.1}),
         (False, {"assistant_model": small, "use_mtp": None, "assistant_ensemble_weight": 0.5}),
         (True, {"assistant_model": small, "num_beams": 2}),

@@ -15,6 +15,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from fastformer.checkpoints.hf import DECODER_FORMS
 from fastformer.integrations.known import CACHE
+from tests.checkpoints.present import VERSION
 from tests.integrations.engine_calls import counted, pair_of
 from tests.integrations.test_engine_generate import DRAWN
 
@@ -160,6 +161,8 @@ def compare(kind: str, seed: int, calls: int) -> None:
         options |= {name: dice.choice(every[name]) for name in dice.sample([*every], dice.choice([0, 1, 2, 3, 5]))}
         if kind == "M2M100":  # whose positions don't count a PAD that was generated: see the differences
             options |= {"suppress_tokens": [pad], "num_beams": options.get("num_beams", 2)}
+        if not is_decoder and VERSION < (5, 18):  # where a draft ends at the EOS that starts BART's decoder
+            options.pop("prompt_lookup_num_tokens", None)
         expected, state = outcome(models[0], options, call)
         with counted() as opened:
             found, ours = outcome(models[1], options, call)

@@ -20,6 +20,7 @@ from fastformer.checkpoints.hf import DECODER_FORMS
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
+from tests.checkpoints.present import skip_before
 from tests.covering import by_turns
 from tests.integrations.decoders import CASES, VOCAB, Wide, gradients_of, ids_of
 from tests.nn.comparing import assert_same
@@ -37,6 +38,8 @@ names = pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
 @names
 def test_routers_learn_as_in_transformers(name: str, is_padded: bool) -> None:
+    if name.startswith("granitemoe"):
+        skip_before(5, 18, "loses the routers' logits of a Granite-MoE")
     case, (ids, labels) = CASES[name], ids_of(2, 13)
     theirs = case.make(is_exact=True, router_aux_loss_coef=0.7).train()
     ours = from_huggingface(theirs)
@@ -222,6 +225,8 @@ def test_bad_configs_are_refused(options: dict[str, Any]) -> None:
 
 @names
 def test_accelerate_keeps_what_routers_tell(name: str) -> None:
+    if name.startswith("granitemoe"):
+        skip_before(5, 18, "loses the routers' logits of a Granite-MoE")
     plain, (ids, labels) = CASES[name].make(), ids_of()
     plain.config._attn_implementation = "sdpa"
     fast = fastformer.accelerate(copy.deepcopy(plain))
