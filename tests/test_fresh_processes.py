@@ -170,8 +170,9 @@ for model, loss in zip((marian, gpt2), expected):
     is_replaced = WHAT == "function" or (WHAT == "class" and model is marian)
     assert (found.logits is not None) == is_replaced, (WHAT, type(model))
 """
-# On a GPU, a training step launches few kernels, and a step of decoding divides the keys of a row among programs,
-# whichever way a model comes to its attention.
+# On a GPU, a training step launches few kernels; a step of decoding divides the keys of a row among programs, whichever
+# way a model comes to its attention, and `generate` captures such steps; and plain attention of a geometry that comes
+# often runs on the kernel that was measured to be the fastest, all other attention on fastformer's.
 ON_A_GPU = """
 import os
 os.environ.pop("TRITON_INTERPRET", None)
@@ -183,6 +184,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastformer
 from benchmarks.gpu import stand_in
+from fastformer.graphs import Graphs
+from fastformer.models import GPT
+from fastformer.ops import _fastest, attention, varlen_attention
 
 def launched(call):
     stand_in.grids.clear()
@@ -214,10 +218,36 @@ with fastformer.activate():
     found["many rows"] = launched(lambda: function(many[:, :, :32], many, many))
 assert all("decode" not in kernel for kernel, _ in found.pop("many rows"))  # they fill the GPU by themselves
 assert len(found) == 5
+captured, capture = [], Graphs.capture
+Graphs.capture = lambda self, work: captured.append(stand_in.grids.clear()) or capture(self, work)
+gpt = GPT.from_preset("tiny", vocab_size=50, d_model=512, d_ff=16, num_layers=1, num_heads=8, max_len=8192).eval()
+for name, options in dict(greedy={}, sampling=dict(do_sample=True), beams=dict(num_beams=4)).items():
+    found[name] = launched(lambda: fastformer.generate(gpt, ids, max_new_tokens=3, **options))
+    assert captured, name
+    captured.clear()
+found["accelerated"] = launched(lambda: model.generate(ids, max_new_tokens=2, do_sample=False))
+assert captured
 for way, launches in found.items():
     ((kernel, (programs,)),) = launches
     assert kernel == "_decode_attention_kernel", way
     assert programs >= 132, (way, programs)  # the number of SMs
+
+q, few = torch.zeros(1, 512, 8, 64), torch.zeros(1, 512, 2, 64)
+starts, calls = torch.tensor([0, 512], dtype=torch.int32), _fastest.SEEN + 2
+often = [launched(lambda: attention(q, q, q, is_causal=True)) for _ in range(calls)]
+ours = [("_attention_fwd_kernel", (32,))]
+assert often == [ours] * _fastest.SEEN + [[], []]  # then cuDNN's
+long = torch.zeros(1, 512 + 2 * calls, 8, 64)
+for x in (long[:, :n] for n in range(513, long.shape[1])):  # ever new lengths
+    assert [kernel for kernel, _ in launched(lambda: attention(x, x, x, is_causal=True))] == ["_attention_fwd_kernel"]
+for way, call in {
+    "dropout": lambda: attention(q, q, q, is_causal=True, dropout_p=0.1, dropout_seed=starts.long()),
+    "window": lambda: attention(q, q, q, is_causal=True, window_size=(8, 0)),
+    "cap": lambda: attention(q, q, q, is_causal=True, softcap=5.0),
+    "groups": lambda: attention(q, few, few, is_causal=True),
+    "packed": lambda: varlen_attention(q[0], q[0], q[0], starts, starts, 512, 512, is_causal=True),
+}.items():
+    assert [launched(call) for _ in range(calls)] == [ours] * calls, way
 """
 
 # PATHS: of a run and of pairs. A user's steps without the C++ extension (an old CPU, or no compiler), where everything
