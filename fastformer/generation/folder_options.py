@@ -21,7 +21,7 @@ from fastformer.checkpoints.hf import model_type
 from fastformer.checkpoints.hf.adapters import load_adapter
 from fastformer.checkpoints.hf.search_file import GENERATION, search_settings
 from fastformer.generation.config import OPTIONS, GenerationConfig, Precision
-from fastformer.generation.engines import Engine
+from fastformer.generation.engines import Engine, rounded_for_steps
 from fastformer.generation.model_protocols import DTYPES, asked_precision, check_precision
 
 logger = logging.getLogger("fastformer")
@@ -139,6 +139,7 @@ def load_language_model(
     check_precision(precision)
     file_options = folder_options(folder, unused)
     model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
+    model = rounded_for_steps(model, precision)
     config = with_folder_options(file_options, options, model.config.max_len)
     return model, tokenizer, {"config": config, "precision": asked_precision(model, precision)}
 

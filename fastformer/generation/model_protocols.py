@@ -253,7 +253,8 @@ def why_not_by_modules(model: object, precision: str | None) -> str | None:
         return None
     if precision in QUANTIZED:
         return (
-            f"it calls the model's modules, which compute in {computed}; only the engine 'cpp' computes in {precision}"
+            f"it calls the model's modules, which compute in {computed}; {precision} needs the engine 'cpp', or, on a "
+            f"GPU, 'graph' with a model in bf16 or fp16 that quantize({precision!r}) returned"
         )
     is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     advice = "leave autocast" if is_autocast else f"decode with {_CASTS[precision]}"

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from fastformer.generation.alignment import Aligner, Alignment, Unit, align_texts, check_attention, cross_attention
 from fastformer.generation.config import CacheDtype, GenerationConfig, Precision
-from fastformer.generation.engines import Engine
+from fastformer.generation.engines import Engine, rounded_for_steps
 from fastformer.generation.ensemble import Ensemble, Mean
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.model_protocols import (
@@ -161,8 +161,9 @@ class Translator(PairEncoder):
             tokenizer: None: the folder's own.
             device: the device of the model; None: the CPU.
             precision: the dtype of the loaded weights and the caches: "fp32", "bf16" or "fp16". With "int8" or "int4"
-                they are loaded as they were saved, and the C++ engine rounds them, on a CPU. None: as they were saved,
-                including int8 and int4 (`model.quantize()`). Logits and scores are always fp32.
+                they are loaded as they were saved, and the C++ engine rounds them; on a GPU, `model.quantize` does, in
+                bf16 if they were saved in fp32. None: as they were saved, including int8 and int4. Logits and scores are
+                always fp32.
             ensemble_weights, ensemble_mean: for several folders; see `Ensemble`.
             cache_dtype, max_batch_size, max_batch_bytes, source_lang, target_lang: see the class.
 
@@ -179,6 +180,7 @@ class Translator(PairEncoder):
         if ensemble_weights is not None and is_one:
             raise ValueError("expected ensemble_weights for several folders, got one folder")
         models, of_folder = load_models(runs, ("Transformer", "LSTMSeq2Seq"), device=device, dtype=dtype)
+        models = [rounded_for_steps(one, precision) for one in models]
         model = models[0] if is_one else Ensemble(models, ensemble_weights, ensemble_mean)
         return cls(
             model,

@@ -46,6 +46,7 @@ from fastformer.integrations.as_made import guards_of, tables_of, why_not_as_mad
 from fastformer.integrations.conversion import convert, from_huggingface, settings_of
 from fastformer.integrations.replace import forget_restored_forwards, original_class
 from fastformer.models import GPT, Transformer
+from fastformer.models.quantization import QUANTIZED
 
 # The max_len of a model whose positions have no limit: the engine counts tokens in 32 bits.
 NO_END = 2**20
@@ -215,6 +216,8 @@ class EngineModel(FoundModel[PackedWeights]):
     def pack(self, model: nn.Module, converted: Any, precision: str) -> PackedWeights:
         """See `FoundModel`."""
         on_gpu = has_graphs(self.device)
+        if on_gpu and precision in QUANTIZED:
+            converted = converted.quantize(precision)
         reason = why_not_now() or (
             GraphEngine.why_unsupported(converted, precision) if on_gpu else why_not_in(precision, converted)
         )

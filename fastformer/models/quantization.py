@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from fastformer.models.weights import Entry, is_finite
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.mixture import StackedLinear
+from fastformer.ops.quantized_linear import GROUP, QuantizedMatrix, QuantizedWeights, dequantized
 
 INT8, INT4 = "int8", "int4"
 QUANTIZED = (INT8, INT4)
 SCALE, ZERO = ".scale", ".zero"  # the name of a matrix X's scales is X.scale
-GROUP = 32
 _MOST = 127
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # below this scale, fp32 lacks the bits that the grid needs
 # The candidates for the value of a group's largest number, of which the best is used: beyond -8 that number is clipped,
@@ -96,7 +96,7 @@ def to_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_grid(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Computes scale * q in fp32; returns (rows, columns) in a dtype."""
-    return (q.float() * scale[:, None]).to(dtype)
+    return dequantized(q, scale, None, q.shape[1], dtype)
 
 
 # ---- int4 ----
@@ -153,9 +153,7 @@ def _nearest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_groups(groups: Groups, columns: int, dtype: torch.dtype) -> Tensor:
     """Computes the matrix (rows, columns) in a dtype: scale * (q - zero), exact in fp32 and then rounded once."""
-    q = torch.stack([groups.nibbles & 15, groups.nibbles >> 4], -1).view(*groups.scale.shape, GROUP)
-    zero = 8 if groups.zero is None else groups.zero[..., None].float()
-    return ((q.float() - zero) * groups.scale[..., None].float()).flatten(1)[:, :columns].to(dtype)
+    return dequantized(*groups, columns, dtype)
 
 
 def is_on(groups: Groups, weight: Tensor) -> bool:
@@ -190,6 +188,26 @@ def _current(groups: Groups | None, weight: Tensor) -> Groups:
 
 
 # ---- models and folders ----
+
+
+def quantized_weights(model: nn.Module) -> QuantizedWeights:
+    """Returns the matrices of a quantised model as whole numbers, on its device, for steps of decoding.
+
+    A table of embeddings that isn't the output's weight is left out: rows are read from it, and nothing multiplies it.
+    """
+    output = getattr(model, "output_weight", None)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(output)}
+    stored: Mapping[str, Groups] | None = getattr(model, "int4_groups", None)
+    matrices: list[tuple[Tensor, QuantizedMatrix]] = []
+    for name, weight in _matrices(model):
+        if id(weight) in tables or not weight.is_contiguous():
+            continue
+        if stored is None:
+            matrices.append((weight, QuantizedMatrix(*to_grid(weight))))
+        elif name in stored:
+            parts = _current(stored[name], weight)
+            matrices.append((weight, QuantizedMatrix(*(None if x is None else x.to(weight.device) for x in parts))))
+    return QuantizedWeights(matrices)
 
 
 @torch.no_grad()

@@ -28,6 +28,8 @@ from fastformer.ops._common import (
 from fastformer.ops._dispatch import autocast, needs_gradient
 from fastformer.ops._dropout import drop, keep_scale, resolve_dropout
 from fastformer.ops._library import define_op
+from fastformer.ops.linear import linear
+from fastformer.ops.quantized_linear import acting_copy, quantized_linear
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh")
 GATED = ("swiglu", "geglu_tanh")
@@ -238,6 +240,9 @@ def feed_forward(
     Raises:
         ValueError: shapes or dtypes don't agree, the activation is unknown, or dropout_p is outside [0, 1].
     """
+    if not dropout_p and (copy := acting_copy(x, weight1)) is not None:
+        pre = quantized_linear(x, copy, bias1, is_wide=True)
+        return linear(_activate(pre, activation).to(x.dtype), weight2, bias2)
     if not torch.compiler.is_compiling() and type(x) is Tensor and x.dim() == 2:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
         needs_saved = needs_gradient(x, weight1, bias1, weight2, bias2)

@@ -21,6 +21,7 @@ from fastformer.ops._autograd import forbid_double_backward, register_autograd
 from fastformer.ops._common import check_linear, cpp_unsupported_dtype
 from fastformer.ops._dispatch import autocast, forced_backend, needs_gradient, note_backend, recorders
 from fastformer.ops._library import define_op
+from fastformer.ops.quantized_linear import acting_copy, quantized_linear
 
 # The number of multiplications in the smallest product that C++ computes: below, a call costs more than the kernel
 # saves. A training step adds the time of Python's autograd functions. In bf16 PyTorch's loops are slow at any size.
@@ -142,6 +143,8 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """Computes `linear` for any arguments of `F.linear`, which raises its own errors for those that don't fit."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
+    if (copy := acting_copy(x, weight)) is not None:
+        return quantized_linear(x, copy, bias)
     if not runs_as_op(x, weight, bias):
         if recorders:
             note_backend("linear", "torch")

@@ -16,6 +16,7 @@ from fastformer.ops._autograd import refuse_derivatives
 from fastformer.ops._common import accumulation_dtype, check_linear, cpp_unsupported_dtype, resolve_softcap, soft_capped
 from fastformer.ops._dispatch import autocast
 from fastformer.ops._library import define_op
+from fastformer.ops.quantized_linear import acting_copy, quantized_linear
 
 # The rows whose logits the reference computes at a time, and the classes whose weights it widens at a time: both fit
 # in a cache.
@@ -184,6 +185,9 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True, so
     if not isinstance(log_probs, bool):
         raise ValueError(f"expected log_probs to be True or False, got {log_probs!r}")
     cap = resolve_softcap(softcap)
+    if (copy := acting_copy(x, weight)) is not None:
+        logits = soft_capped(quantized_linear(x, copy, is_wide=True), cap)
+        return best_of_logits(logits, k, log_probs=log_probs)
     if torch.is_grad_enabled():
         # A call that differentiates the result gets an error instead of zeros.
         x, weight = x.detach(), weight.detach()

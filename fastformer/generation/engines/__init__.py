@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, TypeVar, cast
+
+from torch import nn
 
 from fastformer.generation.engines import graph
 from fastformer.generation.engines.base import Batch as Batch
@@ -18,10 +20,21 @@ from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
-from fastformer.generation.model_protocols import Model, as_model, check_precision, device_of, is_ensemble
+from fastformer.generation.model_protocols import (
+    Model,
+    as_model,
+    check_precision,
+    device_of,
+    dtype_precision,
+    is_ensemble,
+    own_precision,
+)
 from fastformer.generation.search import Sample as Sample
 from fastformer.models import GPT
 from fastformer.models.as_made import why_own_code
+from fastformer.models.quantization import QUANTIZED
+
+AnyModel = TypeVar("AnyModel")
 
 # By default the first engine in this order that can decode the model is chosen; "graph" only on a device with graphs.
 _ENGINES: tuple[type[CppEngine | KVCacheEngine | RecurrentEngine | RecomputeEngine], ...]
@@ -48,6 +61,20 @@ def register(engine: type[Engine]) -> None:
     if not isinstance(name, str) or not name or name in ENGINES:
         raise ValueError(f"expected engine to have a name other than {', '.join(ENGINES)}, got {name!r:.80}")
     _REGISTERED[name] = engine
+
+
+def rounded_for_steps(model: AnyModel, precision: str | None) -> AnyModel:
+    """Returns a loaded model in the form in which a GPU decodes in int8 or int4; unchanged for other calls.
+
+    It is rounded by `quantize`, in bf16 if its dtype was fp32.
+    """
+    quantize = getattr(model, "quantize", None)
+    is_on_gpu = precision in QUANTIZED and device_of(cast(Model, model)).type in graph.DEVICES
+    if quantize is None or not is_on_gpu or own_precision(model) == precision:
+        return model
+    if dtype_precision(model) == "fp32":
+        cast(nn.Module, model).bfloat16()
+    return cast(AnyModel, quantize(precision))
 
 
 def choose_engine(

@@ -8,20 +8,21 @@ sizes, so that few graphs serve a batch whose requests come and go.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastformer.cache.block_pool import CacheFullError, Ints
-from fastformer.engine.frozen import ModelGuards, notes_of
+from fastformer.engine.frozen import ModelGuards, UnfitError, notes_of, packed
 from fastformer.generation.engines.base import Candidates, Limits, Prompt, SearchingBatch, Selection
 from fastformer.generation.engines.captured_step import CapturedStep, Shape, check_capturable, rounded
 from fastformer.generation.engines.device_search import Record
@@ -33,12 +34,23 @@ from fastformer.generation.engines.kv_cache import (
     new_cache,
 )
 from fastformer.generation.engines.sampling import sampled_candidates
-from fastformer.generation.model_protocols import DecoderOnly, EncoderDecoder, Model
+from fastformer.generation.model_protocols import (
+    DecoderOnly,
+    EncoderDecoder,
+    Model,
+    device_of,
+    dtype_precision,
+    own_precision,
+)
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.search import Sample
 from fastformer.graphs import CaptureError, Graphs
+from fastformer.models import GPT, Transformer
+from fastformer.models.as_made import tensors_of
+from fastformer.models.quantization import QUANTIZED, quantized_weights
 from fastformer.nn import KVCache
 from fastformer.ops import _backends
+from fastformer.ops.quantized_linear import QuantizedWeights
 
 logger = logging.getLogger("fastformer")
 
@@ -63,6 +75,7 @@ class _State:
         guards: the guards of the model, made after the first step; None: no step was taken.
         is_plain: whether all steps must run without a graph.
         num_batches: the number of batches that were opened with this state.
+        weights: the quantised copies of the weights that the graphs read, or None.
     """
 
     cache: KVCache
@@ -73,10 +86,15 @@ class _State:
     guards: ModelGuards | None = None
     is_plain: bool = False
     num_batches: int = 0
+    weights: QuantizedWeights | None = None
 
     def is_current(self, model: object) -> bool:
         """Returns whether the graphs still match the model: its tensors and hooks have not changed place."""
         return self.guards is not None and isinstance(model, nn.Module) and self.guards.hold(model)
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Lets the ops of a block read the quantised copies, if there are any."""
+        return contextlib.nullcontext() if self.weights is None else self.weights.acting()
 
     def forget(self) -> None:
         """Drops the graphs, which would read memory that the model no longer uses, or omit its hooks."""
@@ -96,11 +114,14 @@ class GraphEngine(KVCacheEngine):
     steps run without graphs, and the log says so once. The cache and the graphs stay with the model, for the next
     engine.
 
+    On a GPU, the steps of a quantised model in bf16 or fp16 read its weights in int8 or int4. These are copies beside
+    the weights, which read prompts; so this saves time and no memory.
+
     One batch is open at a time: it uses the cache and the graphs of the previous batch.
 
     Args:
         model: the model to decode.
-        precision: the model's own precision, or None.
+        precision: the precision of the model's modules, or that to which `quantize` rounded its weights; or None.
     """
 
     name: ClassVar[str] = "graph"
@@ -119,7 +140,9 @@ class GraphEngine(KVCacheEngine):
             return "relative positions are a bias on the scores, which its captured steps don't add"
         if getattr(getattr(model, "config", None), "num_experts", None) is not None:
             return "experts compute a number of tokens that the host has to know, and a graph fixes it"
-        return super().why_unsupported(model, precision)
+        return super().why_unsupported(
+            model, None if precision in QUANTIZED and _is_read(model, precision) else precision
+        )
 
     @property
     def shapes(self) -> list[Shape]:
@@ -138,7 +161,10 @@ class GraphEngine(KVCacheEngine):
                 self._state = before
             self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
             self._keeper.atexit = False
-        state, wanted = self._state, (max_rows, num_tokens)
+        state, wanted, weights = self._state, (max_rows, num_tokens), self._quantized()
+        if weights is not state.weights:
+            state.forget()
+            state.weights = weights
         if state.is_current(self.model) and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
             state.cache.reset()
             return GraphBatch(self.model, self.device, state)
@@ -151,6 +177,17 @@ class GraphEngine(KVCacheEngine):
         state.cache = new_cache(self.model, rows, tokens + rows)
         state.spare, state.room = state.cache.take_slots(rows), (rows, tokens)
         return GraphBatch(self.model, self.device, state)
+
+    def _quantized(self) -> QuantizedWeights | None:
+        """Returns the copies of the model's current weights for its steps; None: they read the weights themselves."""
+        model = self.model
+        if not isinstance(model, Transformer | GPT) or not _is_read(model, own_precision(model)):
+            return None
+        try:
+            return packed(model, "quantised for steps", lambda: quantized_weights(model), find=tensors_of)
+        except (UnfitError, ValueError) as error:  # parts of it were replaced, or are hooked
+            logger.info("engine 'graph' reads a model's weights in their dtype: %s", error)
+            return None
 
 
 class GraphBatch(KVCacheBatch, SearchingBatch):
@@ -181,7 +218,8 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             samples = _samples_of_one_kind(selection, len(tokens))
             if not samples or not self._has_graphs_of(samples[0][:3]):
                 (hidden,) = self._step_alone(tokens)
-                return choose_from_hidden(self.model, hidden, selection)
+                with self._state.reading():
+                    return choose_from_hidden(self.model, hidden, selection)
             count = min(selection.num_candidates, self.model.config.vocab_size)
             needs = (None, count, selection.log_probs, False, samples[0][:3])
             values, ids = self._step_alone(tokens, samples, *needs)
@@ -198,7 +236,8 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         with torch.cuda.device_of(self._cache.k):
             with torch.inference_mode():
                 (hidden,) = self._step_alone(tokens)
-            return self.model.logits(hidden).float()
+            with self._state.reading():
+                return self.model.logits(hidden).float()
 
     def _step_alone(self, tokens: Sequence[int], samples: Sequence[Sample] = (), *needs: Any) -> tuple[Tensor, ...]:
         """Appends a token to each row, and returns the output of the step, which the next one overwrites.
@@ -334,6 +373,10 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
 
     def _step_once(self, captured: CapturedStep) -> None:
         """Takes a step, including its search. The host reads no value."""
+        with self._state.reading():
+            self._compute(captured)
+
+    def _compute(self, captured: CapturedStep) -> None:
         cache, search, model, shape = captured.cache, captured.search, self.model, captured.shape
         hidden = decode_cached(model, captured.tokens[:, None], cache)[:, -1]
         if search is None:
@@ -352,6 +395,16 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         else:
             values, ids = model.top_tokens(hidden, shape.num_candidates, log_probs=shape.log_probs)
         cache.end_step(search.advance(values, ids, cache.step))
+
+
+def _is_read(model: object, precision: str) -> bool:
+    """Returns whether steps read a model's weights in int8 or int4."""
+    return (
+        precision in QUANTIZED
+        and getattr(model, "precision", None) == precision
+        and device_of(cast(Model, model)).type in DEVICES
+        and dtype_precision(model) in ("bf16", "fp16")
+    )
 
 
 def _samples_of_one_kind(selection: Selection, num_rows: int) -> list[Sample]:

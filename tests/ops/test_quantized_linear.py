@@ -1,0 +1,125 @@
+"""Which calls of linear maps read the quantised copy of a weight, and what they compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastformer import ops
+from fastformer.models import GPT
+from fastformer.models.quantization import from_grid, quantized_weights, to_grid
+from fastformer.ops import record_backends
+from fastformer.ops.quantized_linear import MOST_ROWS, QuantizedMatrix, QuantizedWeights, dequantized
+from tests.checks import assert_accurate
+from tests.generation.weights import CONFIGS, drawn
+
+OP = ("quantized_linear", "reference")
+IDS = torch.arange(2 * MOST_ROWS)
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.randn(48, 32).bfloat16()
+
+
+@pytest.fixture
+def copies(weight) -> QuantizedWeights:
+    """Holds twice the numbers of the weight, which shows which of both a call read."""
+    q, scale = to_grid(weight)
+    return QuantizedWeights([(weight, QuantizedMatrix(q, 2 * scale))])
+
+
+def test_few_rows_read_the_copy(weight, copies) -> None:
+    x, bias, doubled = (
+        torch.randn(3, 7, 32).bfloat16(),
+        torch.randn(48).bfloat16(),
+        2 * from_grid(*to_grid(weight), torch.bfloat16),
+    )
+    with copies.acting(), record_backends() as ran:
+        found = ops.linear(x, weight, bias)
+        with torch.inference_mode():
+            part = ops.linear(x, weight[16:40], bias[16:40])
+        many = ops.linear(torch.randn(MOST_ROWS + 1, 32).bfloat16(), weight)
+    assert OP in ran and found.shape == (3, 7, 48) and many.shape == (MOST_ROWS + 1, 48)
+    assert_accurate(found, F.linear(x, doubled, bias), F.linear(x.double(), doubled.double(), bias.double()))
+    torch.testing.assert_close(part, found[..., 16:40])
+    with record_backends() as ran:
+        ops.linear(x, weight, bias)
+    assert OP not in ran
+
+
+@pytest.mark.parametrize(
+    "kind", ["columns", "the transpose", "a neighbour", "beyond", "many rows", "compiled", "no rows"]
+)
+def test_other_calls_read_the_weight(kind, weight, copies) -> None:
+    x = torch.randn(MOST_ROWS + 1 if kind == "many rows" else 0 if kind == "no rows" else 5, 32).bfloat16()
+    used, call = weight, ops.linear
+    if kind == "columns":
+        used, x = weight[:, :16], x[:, :16]
+    elif kind == "the transpose":
+        used, x = weight.t(), torch.randn(5, 48).bfloat16()
+    elif kind == "a neighbour":  # in memory right behind the weight of other copies
+        both = torch.cat((weight, weight))
+        copies, used = QuantizedWeights([(both[:48], QuantizedMatrix(*to_grid(weight)))]), both[48:]
+    elif kind == "beyond":
+        both = torch.cat((weight, weight))
+        copies, used = QuantizedWeights([(both[:48], QuantizedMatrix(*to_grid(weight)))]), both[40:56]
+    elif kind == "compiled":
+        call = torch.compile(ops.linear, backend="eager", fullgraph=True)
+    with copies.acting(), record_backends() as ran:
+        found = call(x, used)
+    assert OP not in ran
+    torch.testing.assert_close(found, F.linear(x, used))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"])
+def test_a_feed_forward_network_reads_both_copies(activation) -> None:
+    gated = activation in ("swiglu", "geglu_tanh")
+    drawn_weights = torch.randn(64 * (1 + gated), 32) * 0.2, torch.randn(32, 64) * 0.2
+    weights = [from_grid(*to_grid(w.bfloat16()), torch.bfloat16) for w in drawn_weights]
+    biases = [torch.randn(len(w)).bfloat16() for w in weights]
+    x = torch.randn(6, 32).bfloat16()
+    arguments = [x, weights[0], biases[0], weights[1], biases[1]]
+    copies = QuantizedWeights((w, QuantizedMatrix(*to_grid(w))) for w in weights)
+    plain = ops.feed_forward(*arguments, activation=activation)
+    exact = ops.feed_forward(*(a.double() for a in arguments), activation=activation)
+    with copies.acting(), record_backends() as ran:
+        found = ops.feed_forward(*arguments, activation=activation)
+        dropped = ops.feed_forward(*arguments, activation=activation, dropout_p=0.5)
+    assert ran >= {OP} and not torch.equal(dropped, found)
+    assert_accurate(found, plain, exact)
+
+
+@pytest.mark.parametrize("log_probs", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_the_best_tokens_are_chosen_from_unrounded_sums(softcap, log_probs, weight, copies) -> None:
+    x = torch.randn(4, 32).bfloat16() / 8  # within the cap, so that no two are equal
+    ((_, matrix),) = copies._matrices
+    logits = F.linear(x.double(), dequantized(*matrix, 32, torch.bfloat16).double())
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    expected = (logits.log_softmax(-1) if log_probs else logits).topk(5)
+    with copies.acting():
+        best = ops.linear_topk(x, weight, 5, log_probs=log_probs, softcap=softcap)
+    assert best.values.dtype == torch.float32 and torch.equal(best.indices, expected.indices)
+    torch.testing.assert_close(best.values.double(), expected.values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "transformer", "two vocabularies"])
+def test_a_models_matrices_are_found(name, precision) -> None:
+    """All that are multiplied, as the very numbers of the model; of tables of embeddings, only an output's weight."""
+    kind, options = CONFIGS[name]
+    model = drawn(kind, **options).bfloat16().quantize(precision)
+    copies = quantized_weights(model)
+    multiplied = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    assert multiplied
+    for weight in (*multiplied, model.output_weight):
+        matrix = copies.find(weight)
+        assert matrix is not None
+        assert torch.equal(dequantized(*matrix, weight.shape[1], weight.dtype), weight)
+        assert matrix.q.dtype == (torch.int8 if precision == "int8" else torch.uint8)
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    assert [copies.find(table) is not None for table in tables] == [table is model.output_weight for table in tables]
+    assert isinstance(model, GPT) or len(copies) > len(multiplied)
