@@ -162,8 +162,8 @@ class Translator(PairEncoder):
             device: the device of the model; None: the CPU.
             precision: the dtype of the loaded weights and the caches: "fp32", "bf16" or "fp16". With "int8" or "int4"
                 they are loaded as they were saved, and the C++ engine rounds them; on a GPU, `model.quantize` does, in
-                bf16 if they were saved in fp32. None: as they were saved, including int8 and int4. Logits and scores are
-                always fp32.
+                bf16 if they were saved in fp32. None: as they were saved, including int8 and int4. Logits and scores
+                are always fp32.
             ensemble_weights, ensemble_mean: for several folders; see `Ensemble`.
             cache_dtype, max_batch_size, max_batch_bytes, source_lang, target_lang: see the class.
 

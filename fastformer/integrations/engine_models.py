@@ -37,7 +37,7 @@ from fastformer.engine.frozen import (
     setting_of,
     settings_to_change,
 )
-from fastformer.generation.engines import graph
+from fastformer.generation.engines import graph, rounded_for_steps
 from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine, why_not_in
 from fastformer.generation.engines.graph import GraphEngine
@@ -46,7 +46,6 @@ from fastformer.integrations.as_made import guards_of, tables_of, why_not_as_mad
 from fastformer.integrations.conversion import convert, from_huggingface, settings_of
 from fastformer.integrations.replace import forget_restored_forwards, original_class
 from fastformer.models import GPT, Transformer
-from fastformer.models.quantization import QUANTIZED
 
 # The max_len of a model whose positions have no limit: the engine counts tokens in 32 bits.
 NO_END = 2**20
@@ -216,8 +215,8 @@ class EngineModel(FoundModel[PackedWeights]):
     def pack(self, model: nn.Module, converted: Any, precision: str) -> PackedWeights:
         """See `FoundModel`."""
         on_gpu = has_graphs(self.device)
-        if on_gpu and precision in QUANTIZED:
-            converted = converted.quantize(precision)
+        if on_gpu:
+            converted = rounded_for_steps(converted, precision)
         reason = why_not_now() or (
             GraphEngine.why_unsupported(converted, precision) if on_gpu else why_not_in(precision, converted)
         )

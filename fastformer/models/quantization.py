@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from fastformer.models.weights import Entry, is_finite
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.mixture import StackedLinear
-from fastformer.ops.quantized_linear import GROUP, QuantizedMatrix, QuantizedWeights, dequantized
+from fastformer.ops.quantized_linear import GROUP as GROUP
+from fastformer.ops.quantized_linear import QuantizedMatrix, QuantizedWeights, dequantized
 
 INT8, INT4 = "int8", "int4"
 QUANTIZED = (INT8, INT4)
@@ -206,7 +207,7 @@ def quantized_weights(model: nn.Module) -> QuantizedWeights:
             matrices.append((weight, QuantizedMatrix(*to_grid(weight))))
         elif name in stored:
             parts = _current(stored[name], weight)
-            matrices.append((weight, QuantizedMatrix(*(None if x is None else x.to(weight.device) for x in parts))))
+            matrices.append((weight, QuantizedMatrix(*parts).to(weight.device)))
     return QuantizedWeights(matrices)
 
 

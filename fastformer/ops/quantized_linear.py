@@ -39,7 +39,14 @@ class QuantizedMatrix(NamedTuple):
 
     def rows(self, first: int, count: int) -> QuantizedMatrix:
         """Returns some rows, without a copy."""
-        return QuantizedMatrix(*(None if x is None else x[first : first + count] for x in self))  # type: ignore[arg-type]
+        q, scale, zero = (None if x is None else x[first : first + count] for x in self)
+        assert q is not None and scale is not None
+        return QuantizedMatrix(q, scale, zero)
+
+    def to(self, device: torch.device) -> QuantizedMatrix:
+        """Returns the matrix on a device."""
+        zero = None if self.zero is None else self.zero.to(device)
+        return QuantizedMatrix(self.q.to(device), self.scale.to(device), zero)
 
 
 def dequantized(q: Tensor, scale: Tensor, zero: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from fastformer.cache import KVCache
 from fastformer.engine.as_made import Made, why_not_as_made
+from fastformer.generation import generate
 from fastformer.generation.engines import graph as graph_module
-from fastformer.integrations import accelerate, engine_models, report
+from fastformer.integrations import accelerate, engine_models, from_huggingface, report
+from fastformer.ops import record_backends
 from tests.integrations import decoders
 from tests.integrations.engine_calls import pair_of
 from tests.integrations.test_engine_generate import SERVED, Listener
@@ -57,6 +60,24 @@ def test_options_have_transformers_meaning(name, tapes):
     assert pair.near_ties <= pair.rows // 10 and tapes.replays > 50
 
 
+@pytest.mark.parametrize("precision, dtype", [("int8", torch.bfloat16), ("int4", torch.float32)], ids=str)
+def test_steps_read_rounded_weights(precision, dtype, tapes, tmp_path):
+    """The tokens are those of this library's model of the same rounded numbers, in bf16."""
+    pair_of("llama grouped heads", left=True).plain.save_pretrained(tmp_path)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    accelerate(ours, precision=precision)
+    prompt = torch.tensor([[3, 9, 4, 7, 11]])
+    with record_backends() as ran:
+        found = ours.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert ("quantized_linear", "reference") in ran and tapes.replays > 4
+    assert report(ours).generate == {"": f"by captured steps in {precision}"}
+    rounded = from_huggingface(ours).bfloat16().quantize(precision)
+    ends = ours.generation_config.eos_token_id
+    expected = generate(rounded, prompt, engine="recompute", max_new_tokens=12, eos_token_id=ends)
+    width = min(found.shape[1], expected.shape[1])
+    assert (found[:, :width] == expected[:, :width]).float().mean() >= 0.75  # near ties of bf16
+
+
 def test_the_next_call_finds_the_graphs_until_the_weights_change(tapes):
     pair = pair_of("gpt2 plain", left=True)
     for _ in range(2):
@@ -93,7 +114,7 @@ def test_a_streamer_gets_the_same_tokens(tapes):
 
 UNSERVED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "relative positions": ("T5 1.1", {}, {}),
-    "compute in fp32": ("gpt2 plain", {"precision": "int8"}, {}),
+    "compute in fp32": ("gpt2 plain", {"precision": "bf16"}, {}),
     "reads no drafts": ("gpt2 plain", {}, {"prompt_lookup_num_tokens": 2}),
     "use_cache=None": ("gpt2 plain", {}, {"use_cache": None}),
 }

@@ -33,7 +33,7 @@ def matrix_of(kind: str, columns: int, depth: int, device: str, dtype: torch.dty
         return QuantizedMatrix(*to_grid(weight))
     nibbles, scale, _ = to_groups(weight)
     zero = torch.randint(0, 17, scale.shape, dtype=torch.uint8) if kind.endswith("zeros") else None
-    return QuantizedMatrix(*(None if x is None else x.to(device) for x in (nibbles, scale, zero)))  # type: ignore[arg-type]
+    return QuantizedMatrix(nibbles, scale, zero).to(torch.device(device))
 
 
 @each("rows, columns, depth", SIZES)

@@ -19,6 +19,11 @@ OP = ("quantized_linear", "reference")
 IDS = torch.arange(2 * MOST_ROWS)
 
 
+def numbers_of(matrix: QuantizedMatrix, weight: Tensor) -> Tensor:
+    """Returns the numbers of a copy in the dtype of its weight."""
+    return dequantized(matrix.q, matrix.scale, matrix.zero, weight.shape[1], weight.dtype)
+
+
 @pytest.fixture
 def weight() -> Tensor:
     return torch.randn(48, 32).bfloat16()
@@ -97,7 +102,7 @@ def test_a_feed_forward_network_reads_both_copies(activation) -> None:
 def test_the_best_tokens_are_chosen_from_unrounded_sums(softcap, log_probs, weight, copies) -> None:
     x = torch.randn(4, 32).bfloat16() / 8  # within the cap, so that no two are equal
     ((_, matrix),) = copies._matrices
-    logits = F.linear(x.double(), dequantized(*matrix, 32, torch.bfloat16).double())
+    logits = F.linear(x.double(), numbers_of(matrix, weight).double())
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     expected = (logits.log_softmax(-1) if log_probs else logits).topk(5)
     with copies.acting():
@@ -118,7 +123,7 @@ def test_a_models_matrices_are_found(name, precision) -> None:
     for weight in (*multiplied, model.output_weight):
         matrix = copies.find(weight)
         assert matrix is not None
-        assert torch.equal(dequantized(*matrix, weight.shape[1], weight.dtype), weight)
+        assert torch.equal(numbers_of(matrix, weight), weight)
         assert matrix.q.dtype == (torch.int8 if precision == "int8" else torch.uint8)
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     assert [copies.find(table) is not None for table in tables] == [table is model.output_weight for table in tables]

@@ -45,8 +45,6 @@ from fastformer.generation.model_protocols import (
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.search import Sample
 from fastformer.graphs import CaptureError, Graphs
-from fastformer.models import GPT, Transformer
-from fastformer.models.as_made import tensors_of
 from fastformer.models.quantization import QUANTIZED, quantized_weights
 from fastformer.nn import KVCache
 from fastformer.ops import _backends
@@ -181,11 +179,11 @@ class GraphEngine(KVCacheEngine):
     def _quantized(self) -> QuantizedWeights | None:
         """Returns the copies of the model's current weights for its steps; None: they read the weights themselves."""
         model = self.model
-        if not isinstance(model, Transformer | GPT) or not _is_read(model, own_precision(model)):
+        if not isinstance(model, nn.Module) or not _is_read(model, own_precision(model)):
             return None
         try:
-            return packed(model, "quantised for steps", lambda: quantized_weights(model), find=tensors_of)
-        except (UnfitError, ValueError) as error:  # parts of it were replaced, or are hooked
+            return packed(model, "quantised for steps", lambda: quantized_weights(model), find=_tensors_of)
+        except (UnfitError, ValueError) as error:  # weights of inference mode, or NaN
             logger.info("engine 'graph' reads a model's weights in their dtype: %s", error)
             return None
 
@@ -405,6 +403,10 @@ def _is_read(model: object, precision: str) -> bool:
         and device_of(cast(Model, model)).type in DEVICES
         and dtype_precision(model) in ("bf16", "fp16")
     )
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _samples_of_one_kind(selection: Selection, num_rows: int) -> list[Sample]:
