@@ -20,10 +20,13 @@ from fastformer.engine.frozen import repack
 from fastformer.generation import Translator, generate
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.engines import graph as graph_module
+from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.folder_options import load_language_model
 from fastformer.models import GPT
+from fastformer.models.quantization import quantized_weights
 from fastformer.ops import _extension, record_backends, use_backend
+from fastformer.ops.quantized_linear import QuantizedWeights
 from tests.covering import by_turns
 from tests.generation.weights import CONFIGS, drawn
 from tests.no_sync import NoSync
@@ -91,11 +94,23 @@ class NoSyncGraphs(TapeGraphs):
         super().warm_up(checked)
 
 
-def test_steps_that_end_on_the_host_read_them_too(tapes) -> None:
-    """Rows with options of their own: the host has the logits."""
+def test_the_host_chooses_by_them_too(monkeypatch) -> None:
+    """Rows with options of their own, and transformers' loops: the copy of the last matrix gives 0 here."""
+
+    def without_output(model: Any) -> QuantizedWeights:
+        copies = quantized_weights(model)
+        matrix = copies.find(model.output_weight)
+        assert matrix is not None
+        matrix.scale.zero_()
+        return copies
+
+    monkeypatch.setattr(graph_module, "quantized_weights", without_output)
     model = quantized("llama", "int8")
-    plain = decoded(model, engine="kv_cache", repetition_penalty=1.3)
-    assert decoded(model, repetition_penalty=1.3) == (plain[0], {"reference"})
+    assert all(set(row[-8:]) == {5} for row in decoded(model, suppress_tokens=[*range(5)], repetition_penalty=1.3)[0])
+    with torch.inference_mode():
+        batch: Any = choose_engine(model).open(2, 64)
+        batch.prefill([Prompt(None, [3, 4, 5]), Prompt(None, [6, 7])])
+        assert (batch.logits([5, 7]) == 0).all()
 
 
 @pytest.mark.parametrize("change", ["a write", "another weight", "a write that nothing counts"])

@@ -56,7 +56,7 @@ def test_few_rows_read_the_copy(weight, copies) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["columns", "the transpose", "a neighbour", "beyond", "many rows", "compiled", "no rows"]
+    "kind", ["columns", "the transpose", "a neighbour", "beyond", "between rows", "many rows", "compiled", "no rows"]
 )
 def test_other_calls_read_the_weight(kind, weight, copies) -> None:
     x = torch.randn(MOST_ROWS + 1 if kind == "many rows" else 0 if kind == "no rows" else 5, 32).bfloat16()
@@ -71,6 +71,8 @@ def test_other_calls_read_the_weight(kind, weight, copies) -> None:
     elif kind == "beyond":
         both = torch.cat((weight, weight))
         copies, used = QuantizedWeights([(both[:48], QuantizedMatrix(*to_grid(weight)))]), both[40:56]
+    elif kind == "between rows":
+        used = weight.flatten()[8:-24].view(47, 32)
     elif kind == "compiled":
         call = torch.compile(ops.linear, backend="eager", fullgraph=True)
     with copies.acting(), record_backends() as ran:
