@@ -69,7 +69,8 @@ def machine() -> Iterator[str]:
 
 def forward_ops() -> list[_dispatch.Op[..., Any]]:
     """Returns the ops that a user calls; their backward passes have kernels in the same files."""
-    return [op for name, op in _dispatch.OPS.items() if "_bwd" not in name and name != "linear_weight_grad"]
+    others = ("linear_weight_grad", "quantized_linear")
+    return [op for name, op in _dispatch.OPS.items() if "_bwd" not in name and name not in others]
 
 
 def choice(op: _dispatch.Op[..., Any], device_type: str) -> tuple[str, str]:
