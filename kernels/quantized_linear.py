@@ -99,7 +99,8 @@ def quantized_linear(
     is_int4 = q.dtype == torch.uint8
     block_k = 128  # a line of the cache in int8
     block_m = min(max(next_power_of_2(num_rows), 16), 64)
-    block_n = 64 if num_columns >= 64 * num_sms(x.device) else 32  # smaller tiles, so that all SMs read
+    # Smaller tiles, so that all SMs read; in int4, larger ones spill registers on some architectures.
+    block_n = 64 if not is_int4 and num_columns >= 64 * num_sms(x.device) else 32
     launch(
         _quantized_linear_kernel, (cdiv(num_columns, block_n), cdiv(num_rows, block_m)), x, q, scale, zero, bias, out,
         num_rows, num_columns, depth, q.shape[1], scale.shape[1] if is_int4 else 1, x.stride(0), IS_INT4=is_int4,

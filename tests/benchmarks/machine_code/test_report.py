@@ -121,6 +121,16 @@ def test_the_loops_of_attention(rows: list[Row], options: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bits, tile", [(8, 16 * 128 * 2 + 32 * 128), (4, 16 * 128 * 2 + 32 * 64)], ids=str)
+def test_quantised_weights_are_read_16_bytes_at_a_time(rows: list[Row], bits: int, tile: int) -> None:
+    """Asynchronous copies of 16 bytes by 128 threads fetch exactly the rows and the weight of a step."""
+    (row,) = [row for row in rows if f"bf16 int{bits} m16" in row["cases"]]
+    (loop,) = row["loops"]
+    assert loop["async_loads"] * 128 * 16 == tile and loop["mma_sync"] == 8
+    assert loop.get("loads", 0) <= (bits == 4)  # the scales
+
+
+@pytest.mark.slow
 def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
     """There are two loops over blocks, with and without a mask.
 
