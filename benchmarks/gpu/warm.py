@@ -2,7 +2,7 @@
 
 A child is a fork: it begins in the state after `import torch`. If a process has called the CUDA driver, its forks can't
 use CUDA, and packages may call the driver when they are imported. So few packages are imported here, and children find
-out whether there is a GPU, and list the steps. If forks can't use CUDA, nothing is forked.
+out whether there is a GPU, and list the steps. If forks can't use CUDA, they start Python anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -27,7 +26,7 @@ from benchmarks.measure import record
 # Not fastformer, which reads some settings from the environment when it is imported: steps change them.
 _SLOW_TO_IMPORT = ("numpy", "torch", "triton", "pytest")
 
-_forks = False  # whether children are forks; set by `import_ahead`
+_forks = False  # whether children stay forks; set by `import_ahead`
 
 
 class PlanStep(NamedTuple):
@@ -49,25 +48,22 @@ class PlanStep(NamedTuple):
 
 
 class Child:
-    """A process that `spawn` started; it leads a process group of its own."""
+    """A process that `spawn` started; it leads a process group of its own. pid: its id."""
 
-    def __init__(self, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
-        """Stores the process. pid: its id; process: its handle, if it isn't a fork."""
-        self._pid, self._process = pid, process
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
         self._status: int | None = None
 
     def wait(self, seconds: float) -> int | None:
         """Returns the exit status, or None if the process still runs after the given seconds."""
         end = time.monotonic() + seconds
         while self._status is None:
-            if self._process is not None:
-                self._status = self._process.poll()
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= end:
+                break
             else:
-                pid, status = os.waitpid(self._pid, os.WNOHANG)
-                self._status = os.waitstatus_to_exitcode(status) if pid else None
-            if self._status is None:
-                if time.monotonic() >= end:
-                    break
                 time.sleep(0.05)
         return self._status
 
@@ -128,19 +124,12 @@ def import_ahead(works: Callable[[], object] = _can_use_cuda) -> bool:
 
 
 def spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Child:
-    """Runs `[sys.executable, "-m", module, *arguments]` or `[sys.executable, "-c", code]` in the checkout's root.
+    """Runs `[sys.executable, "-m", module, *arguments]` or `[program, "-c", code]` in the checkout's root.
 
     Args:
         variables: additions to the environment.
         log: the file for its output.
     """
-    if not _forks:
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command, cwd=record.ROOT, env={**os.environ, **variables}, stdout=file, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        return Child(process.pid, process)
 
     def work() -> int:
         with contextlib.suppress(OSError):
@@ -190,9 +179,9 @@ def forked(work: Callable[[], int], log: Path) -> int:
 
 
 def _run(command: list[str]) -> int:
-    _, option, what, *arguments = command
-    if option == "-c":
-        os.execv(command[0], command)
+    program, option, what, *arguments = command
+    if option == "-c" or not _forks:
+        os.execvp(program, command)
     sys.argv = [what, *arguments]
     if "" not in sys.path and str(record.ROOT) not in sys.path:
         sys.path.insert(0, str(record.ROOT))
