@@ -21,7 +21,7 @@ exit status of `run` is 0 if all steps succeeded and 1 if any failed; that of `s
 `benchmarks/gpu/steps.py` defines the steps and their order. Timed cases are those of the runner (`benchmarks.run`), and
 their rows go to DIR/cuda*.jsonl.
 
-fastformer need not be installed. Take along fastformer/*.so (else a step builds the extension), the FOLDER of `compile`,
+You need not install fastformer. Take along fastformer/*.so (else a step builds the extension), the FOLDER of `compile`,
 named by FASTFORMER_KERNELS, and wheels of rivals in build/wheels, which are unpacked for the steps. Rows name what is
 missing. `pip download --no-deps -d build/wheels fa3-fwd==0.0.3 liger-kernel==0.8.5` gets FlashAttention-3 and Liger.
 """

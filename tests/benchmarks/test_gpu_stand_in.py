@@ -48,3 +48,41 @@ def test_the_launches_of_a_step_are_compiled_ahead(tmp_path: Path) -> None:
         last = log.read_text().splitlines()[-1]
         count = len(set(BinaryFile(tmp_path / "sm_90.kernels").keys()))
         assert count >= 2 and last == f"{0 if number else count} compiled"
+
+
+EARLY = """
+import contextlib, importlib, io, os
+from pathlib import Path
+from benchmarks.gpu import ahead, stand_in
+from benchmarks.gpu.steps import steps
+
+stand_in.stand_in()
+stand_in._rehearse_run()
+ahead._without_products()
+runner, seconds, count = importlib.import_module("benchmarks.run"), 0.0, 0
+for step in steps(Path(OUT)):
+    seconds += step.seconds
+    (command, variables), *_ = step.commands
+    if seconds > 600 or "first look" not in step.key:
+        continue
+    os.environ.update(variables)
+    launches = []
+    for call in (ahead._run_ours, runner.main):
+        stand_in.launches.clear()
+        with contextlib.redirect_stdout(io.StringIO()):
+            call(command[3:])
+        launches.append(dict(stand_in.launches))
+    compiled, launched = launches
+    assert launched.keys() <= compiled.keys(), (step.key, [launched[key] for key in launched.keys() - compiled.keys()])
+    count += 1
+assert count >= 12
+"""
+
+
+def test_an_early_step_launches_only_what_is_compiled_ahead(tmp_path: Path) -> None:
+    """Checks of providers, and calls of whichever mode, launch no kernel that the timed calls would not."""
+    proc = subprocess.run(
+        [sys.executable, "-c", EARLY.replace("OUT", repr(str(tmp_path)))], cwd=ROOT, capture_output=True, text=True,
+        check=False, env=COMPILING,
+    )  # fmt: skip
+    assert proc.returncode == 0, proc.stderr[-3000:]
