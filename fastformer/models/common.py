@@ -98,9 +98,9 @@ def rotations(
     if everywhere is None or (local is None and rotates is None):
         return None if everywhere is None else everywhere(positions)
     table = everywhere(positions)
-    tables = table, table if local is None else local(positions)
+    of_windows = table if local is None else local(positions)
     flags = [True] * len(windows) if rotates is None else rotates
-    return [tables[window] if flag else None for window, flag in zip(windows, flags, strict=True)]
+    return [(of_windows if window else table) if flag else None for window, flag in zip(windows, flags, strict=True)]
 
 
 def inner_size(d_model: int, activation: str) -> int:
