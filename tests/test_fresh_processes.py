@@ -184,9 +184,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastformer
 from benchmarks.gpu import stand_in
+from fastformer import doctor
 from fastformer.graphs import Graphs
 from fastformer.models import GPT
-from fastformer.ops import _fastest, attention, varlen_attention
+from fastformer.ops import _fastest, attention, record_backends, varlen_attention
 
 def launched(call):
     stand_in.grids.clear()
@@ -237,6 +238,9 @@ starts, calls = torch.tensor([0, 512], dtype=torch.int32), _fastest.SEEN + 2
 often = [launched(lambda: attention(q, q, q, is_causal=True)) for _ in range(calls)]
 ours = [("_attention_fwd_kernel", (32,))]
 assert often == [ours] * _fastest.SEEN + [[], []]  # then cuDNN's
+with record_backends() as named:
+    attention(q, q, q, is_causal=True)
+assert named == {("attention_fwd", "cudnn")} and any("cudnn" in line for line in doctor.kernels())
 long = torch.zeros(1, 512 + 2 * calls, 8, 64)
 for x in (long[:, :n] for n in range(513, long.shape[1])):  # ever new lengths
     assert [kernel for kernel, _ in launched(lambda: attention(x, x, x, is_causal=True))] == ["_attention_fwd_kernel"]
