@@ -1,7 +1,8 @@
 """Decoding with CUDA graphs, beside the cached modules, and Hugging Face's generate with a static, compiled cache.
 
 All are in bf16 and have the same random weights, which never generate EOS. Their tokens differ after near-ties: half of
-fastformer's tokens have to agree. Hugging Face's are not compared here (`benchmarks.peers` compares them in fp32).
+fastformer's tokens have to agree. Those of rounded weights and Hugging Face's are not compared here (`benchmarks.peers`
+compares them in fp32).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _PROMPT = 32
 
 
 @functools.cache
-def model(name: str, device: str) -> Model:
-    """Makes one of the models of `benchmarks.peers`."""
-    return make_model({"name": name}).to(device, torch.bfloat16)
+def model(name: str, device: str, precision: str | None = None) -> Model:
+    """Makes one of the models of `benchmarks.peers`, in bf16, and rounds it to int8 or int4 if asked to."""
+    made = make_model({"name": name}).to(device, torch.bfloat16)
+    return made if precision is None else made.quantize(precision)
 
 
 @functools.cache
@@ -44,9 +46,9 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
     return {"ids": torch.randint(3, vocab_size, (shape["batch"], _PROMPT), device=device)}
 
 
-def engine(name: str) -> Provider:
+def engine(name: str, precision: str | None = None) -> Provider:
     """Makes the provider of an engine."""
-    return lambda x, shape: decoded(model(shape["model"], x["ids"].device.type), x["ids"], shape, name)
+    return lambda x, shape: decoded(model(shape["model"], x["ids"].device.type, precision), x["ids"], shape, name)
 
 
 @functools.cache
@@ -94,6 +96,8 @@ BENCHMARKS = [
         make_inputs=make_inputs,
         providers={
             "graph": engine("graph"),
+            "graph int8": engine("graph", "int8"),
+            "graph int4": engine("graph", "int4"),
             "kv_cache": engine("kv_cache"),
             "accelerated": accelerated,
             "transformers": transformers,
@@ -102,7 +106,7 @@ BENCHMARKS = [
         modes=("fwd",),
         dtypes=("bfloat16",),
         tokens=lambda shape: shape["batch"] * shape["new_tokens"],
-        only_on={"accelerated": "cuda", "transformers": "cuda"},
-        agreement={"graph": 0.5, "accelerated": 0.0, "transformers": 0.0},
+        only_on=dict.fromkeys(("graph int8", "graph int4", "accelerated", "transformers"), "cuda"),
+        agreement={"graph": 0.5, "graph int8": 0.0, "graph int4": 0.0, "accelerated": 0.0, "transformers": 0.0},
     )
 ]
