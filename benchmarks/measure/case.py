@@ -32,6 +32,7 @@ class Benchmark:
     Attributes:
         name: the op's stem, or the job's name.
         suite: its suite, one of SUITES.
+        also_ours: the providers, besides the first, whose kernels are compiled ahead of a GPU run (`gpu/ahead.py`).
         compares_stages: whether all providers are fastformer's, and are compared only with the baseline.
         shapes: by device, "cpu" and "cuda". "threads" in a shape is PyTorch's number of threads. If a shape has a
             dropout_p, fastformer is checked against its reference backend with the same seed; the other providers draw
@@ -80,6 +81,7 @@ class Benchmark:
     needs: Mapping[str, Need] = field(default_factory=dict)
     suite: str = "ops"
     compares_stages: bool = False
+    also_ours: tuple[str, ...] = ()
 
     @property
     def ours(self) -> str:

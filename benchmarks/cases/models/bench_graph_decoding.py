@@ -103,6 +103,7 @@ BENCHMARKS = [
             "transformers": transformers,
         },
         baseline="kv_cache",
+        also_ours=("graph int8", "graph int4", "kv_cache", "accelerated"),
         modes=("fwd",),
         dtypes=("bfloat16",),
         tokens=lambda shape: shape["batch"] * shape["new_tokens"],
