@@ -61,6 +61,10 @@ _ERRORS = {
 }
 
 
+# Besides those that JSON escapes. httpx, with which huggingface_hub reads streams, ends lines at them.
+_LINE_ENDS = "\x85\u2028\u2029"
+
+
 class ClientGone(Exception):
     """The client closed its connection before its response was complete."""
 
@@ -131,8 +135,12 @@ def headers_of(error: Exception) -> dict[str, str]:
 
 
 def event(value: object) -> bytes:
-    """Encodes a value as a server-sent event of JSON."""
-    return b"data: " + as_json(value) + b"\n\n"
+    """Encodes a value as a server-sent event of JSON, which is one line to clients that split at other ends, too."""
+    data = as_json(value)
+    if not data.isascii():
+        for end in _LINE_ENDS:
+            data = data.replace(end.encode(), f"\\u{ord(end):04x}".encode())
+    return b"data: " + data + b"\n\n"
 
 
 class EventStream(StreamingResponse):

@@ -56,6 +56,12 @@ def whole(choice: Mapping[str, Any]) -> dict[str, Any]:
     return {"text": text, "logprobs": logprobs, "finish_reason": choice["finish_reason"]}
 
 
+def test_an_event_is_a_line_wherever_a_client_ends_lines() -> None:
+    value = {"text": "a\u2028b\u2029c\x85d\x1ee\r\nf é"}
+    line, last = event(value).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == value and last == ""
+
+
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_stream_is_the_whole_answer(route, folder) -> None:
     is_chat = "chat" in route
