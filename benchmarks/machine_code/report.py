@@ -1,5 +1,4 @@
-"""Reports the machine code of each kernel, without a GPU: registers, spills, programs per SM, and the work of its
-loops.
+"""Reports each kernel's machine code, without a GPU: registers, spills, programs per SM, and the work of its loops.
 
     python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--once | --quick | --usual] [--jobs N]
         [--out FILE]
@@ -24,13 +23,12 @@ import functools
 import importlib
 import itertools
 import multiprocessing
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from benchmarks.machine_code import hazards, sass
 from benchmarks.machine_code.cases import USUAL
 from benchmarks.machine_code.rows import LoopLine, MachineCodeRow, merge, show
+from benchmarks.measure.commands import count, parser_of, refuse_interpreter
 
 # The most shared memory of a program, in bytes.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -50,32 +49,66 @@ STEMS = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[a-
 # The matrix instruction of a product whose result has 64 rows or more; smaller ones are mma.sync everywhere.
 WIDE = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
-MATRIX = ("wgmma", "mma_sync")
 Result = TypeVar("Result")
 
 
 class RecordedLaunch(NamedTuple):
-    """A recorded launch: a jitted function, its arguments by name, and the compiler's options."""
+    """A recorded launch.
+
+    Attributes:
+        kernel: a jitted function.
+        signature: the properties for which it is compiled.
+        options: the compiler's options.
+        num_args: the number of parameters that aren't constexprs.
+        arguments: the arguments by name.
+    """
 
     kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, int]
-    num_args: int  # the number of parameters that aren't constexprs
-    signature: Any  # the properties for which it is compiled
+    signature: Any
+    options: Mapping[str, Any]
+    num_args: int
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> RecordedLaunch:
+        """Makes the record of what an interceptor of launches gets."""
+        from fastformer.kernels._signature import arguments_of, signature_of
+
+        arguments, compiler_options = arguments_of(kernel, args, options)
+        return cls(kernel, signature_of(kernel, arguments), compiler_options, len(args), arguments)
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+    def key(self) -> str:
+        """Returns a digest of everything on which the binary depends; see `key_of`."""
+        from fastformer.kernels._signature import key_of
+
+        return key_of(self.kernel, self.signature, self.options)
+
+    def compiled(self, arch: int) -> Any:
+        """Compiles the launch for an architecture."""
+        from fastformer.kernels._binaries import compile_kernel
+
+        return compile_kernel(self.kernel, self.signature, self.options, arch)
+
+    def binary(self, arch: int) -> Any:
+        """Compiles the launch into what a file of kernels stores, or None if it needs more than a plain launch."""
+        from fastformer.kernels._binaries import binary_of
+
+        return binary_of(self.compiled(arch), self.signature, self.num_args)
 
 
 @contextlib.contextmanager
 def recorded(arch: int) -> Iterator[list[RecordedLaunch]]:
     """Records launches instead of making them, as if there were a GPU of this compute capability."""
     from fastformer.kernels import _launch
-    from fastformer.kernels._signature import arguments_of, signature_of
 
     launches: list[RecordedLaunch] = []
 
     def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        arguments, compiler_options = arguments_of(kernel, args, options)
-        signature = signature_of(kernel, arguments)
-        launches.append(RecordedLaunch(kernel, arguments, compiler_options, len(args), signature))
+        launches.append(RecordedLaunch.of(kernel, args, options))
 
     capability = (arch // 10, arch % 10)
     with (
@@ -87,29 +120,29 @@ def recorded(arch: int) -> Iterator[list[RecordedLaunch]]:
         yield launches
 
 
-def compile_launch(launch: RecordedLaunch, op: str, arch: int, cases: tuple[str, ...]) -> MachineCodeRow:
+def compile_launch(work: LaunchReport) -> MachineCodeRow:
     """Compiles a recorded launch and analyses the result."""
     import triton
 
-    from fastformer.kernels._binaries import compile_kernel
     from fastformer.kernels._launch import multiplies_wrongly
 
+    launch, op, arch, titles = work
     blocks = launch.arguments
     tile = "x".join(str(blocks[name]) for name in ("BLOCK_M", "BLOCK_N") if name in blocks)
     tile += f" w{launch.options.get('num_warps', 4)} s{launch.options.get('num_stages', 3)}"
     if (cap := launch.options.get("maxnreg")) is not None:
         tile += f" r{cap}"
-    row = MachineCodeRow(op, launch.kernel.fn.__name__, arch, triton.__version__, cases, tile.strip())
+    row = MachineCodeRow(op, launch.name, arch, triton.__version__, tuple(titles), tile.strip())
     try:
-        compiled = compile_kernel(launch.kernel, launch.signature, launch.options, arch)
+        compiled = launch.compiled(arch)
     except Exception as error:  # every compiler failure becomes a row of the report
         return row._replace(problems=(f"does not compile: {str(error)[:200]}",))
     metadata = compiled.metadata
-    usage, instructions = disassembled(compiled.asm["cubin"])
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    usage, instructions = usage_of(cubin), sass.parse(_tool("nvdisasm", "-c", cubin=cubin))
     ctas, limit = sass.ctas_an_sm(
         arch, metadata.num_warps, int(usage["REG"]), metadata.shared, getattr(metadata, "tmem_size", 0) or 0
     )
-    ptx = compiled.asm["ptx"]
     scores = scores_of(launch, metadata.num_warps)
     loops = sass.loops(instructions)
     row = row._replace(
@@ -130,11 +163,6 @@ def compile_launch(launch: RecordedLaunch, op: str, arch: int, cases: tuple[str,
     if not multiplies_wrongly(arch):
         unordered = (*hazards.orders(ptx), *hazards.in_flight(instructions)[:3])
     return row._replace(problems=(*problems_of(row, products_of(launch)), *unordered))
-
-
-def disassembled(cubin: bytes) -> tuple[dict[str, str], list[sass.Instruction]]:
-    """Returns (REG and STACK as text, the instructions) of a compiled kernel."""
-    return usage_of(cubin), sass.parse(_tool("nvdisasm", "-c", cubin=cubin))
 
 
 def usage_of(cubin: bytes) -> dict[str, str]:
@@ -168,8 +196,7 @@ def problems_of(row: MachineCodeRow, products: list[int]) -> Iterator[str]:
 
 def _loop_line(counts: sass.Counts, scores: float | None) -> LoopLine:
     """Returns the line of a loop: counts that are not 0."""
-    names = ("instructions", "exp2", *MATRIX, "waits", "loads", "async_loads", "stores", "barriers", "atomics", "local")
-    line: LoopLine = {name: value for name in names if (value := getattr(counts, name))}
+    line: LoopLine = {name: value for name, value in counts._asdict().items() if value}
     if scores and counts.exp2:
         line["exp2_a_score"] = round(counts.exp2 / scores, 2)
     return line
@@ -177,7 +204,7 @@ def _loop_line(counts: sass.Counts, scores: float | None) -> LoopLine:
 
 def scores_of(launch: RecordedLaunch, warps: int) -> float | None:
     """Returns the number of elements of the score tile per thread, or as declared by the kernel's module."""
-    declared = getattr(sys.modules[launch.kernel.fn.__module__], "SCORES", {}).get(launch.kernel.fn.__name__)
+    declared = getattr(sys.modules[launch.kernel.fn.__module__], "SCORES", {}).get(launch.name)
     if declared is not None:
         return declared(launch.arguments)
     block_m, block_n = (launch.arguments.get(name) for name in ("BLOCK_M", "BLOCK_N"))
@@ -196,12 +223,8 @@ def products_of(launch: RecordedLaunch) -> list[int]:
     if launch.arguments.get("PRECISION") == "ieee":
         return []  # fp32 by FMA
     module = sys.modules[launch.kernel.fn.__module__]
-    declared = getattr(module, "PRODUCTS", {}).get(launch.kernel.fn.__name__)
+    declared = getattr(module, "PRODUCTS", {}).get(launch.name)
     return declared(launch.arguments) if declared else []
-
-
-def _module(stem: str) -> Any:
-    return importlib.import_module(f"benchmarks.machine_code.cases.{stem}")
 
 
 class LaunchReport(NamedTuple):
@@ -224,16 +247,17 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Lau
     works: list[LaunchReport] = []
     kernels: set[tuple[int, str]] = set()
     for arch, stem in itertools.product(archs, stems):
-        if arch not in getattr(_module(stem), "ARCHITECTURES", ARCHITECTURES):
+        module = importlib.import_module(f"benchmarks.machine_code.cases.{stem}")
+        if arch not in getattr(module, "ARCHITECTURES", ARCHITECTURES):
             continue
         seen: dict[tuple[str, ...], LaunchReport] = {}
         pattern = re.compile(USUAL.get(stem, "") if size == "usual" else "")
-        for title, call in _module(stem).cases(size in ("once", "quick")):
+        for title, call in module.cases(size in ("once", "quick")):
             if not pattern.search(title):
                 continue
             times: Counter[str] = Counter()
             for launch in launches_of(call, arch):
-                name = launch.kernel.fn.__name__
+                name = launch.name
                 times[name] += 1
                 key = (name, repr(launch.signature), repr(launch.options))
                 if size == "once" and key not in seen and (arch, name) in kernels:
@@ -265,35 +289,32 @@ def in_forks(function: Callable[[LaunchReport], Result], works: list[LaunchRepor
         yield from pool.map(functools.partial(_do, function), range(len(works)))
 
 
-def _row_of(work: LaunchReport) -> MachineCodeRow:
-    return compile_launch(work.launch, work.op, work.arch, tuple(work.titles))
-
-
 def report(archs: list[int], stems: list[str], size: str, jobs: int = 1) -> Iterator[MachineCodeRow]:
     """Compiles the launches of `distinct_launches` in parallel processes, and yields their rows in the same order."""
-    yield from in_forks(_row_of, distinct_launches(archs, stems, size), jobs)
+    yield from in_forks(compile_launch, distinct_launches(archs, stems, size), jobs)
+
+
+def parser_of_cases(name: str, about: str | None, archs: Sequence[int], size: str) -> argparse.ArgumentParser:
+    """Makes the parser of a command that compiles cases, with these architectures and this size as the default."""
+    parser = parser_of(name, about)
+    parser.add_argument("--arch", type=int, nargs="+", default=list(archs), choices=ARCHITECTURES)
+    parser.add_argument("--only", nargs="+", default=STEMS, choices=STEMS, help="some of the stems")
+    parser.add_argument("--jobs", **count(1, "processes that compile side by side"))
+    sizes = parser.add_mutually_exclusive_group()
+    parser.set_defaults(size=size)
+    for option, what in (
+        ("once", "each kernel once"), ("quick", "the cases that the tests ask for"),
+        ("usual", "the cases of the committed file"), ("all", "all cases"),
+    ):  # fmt: skip
+        sizes.add_argument(f"--{option}", action="store_const", dest="size", const=option, help=what)
+    return parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
-    parser.add_argument("--only", nargs="+", default=STEMS, choices=STEMS, help="some of the stems")
-    size = parser.add_mutually_exclusive_group()
-    parser.set_defaults(size="all")
-    sizes = {
-        "once": "each kernel once: what `make test` has time for",
-        "quick": "the cases that the tests ask for",
-        "usual": "the cases of the committed file",
-    }
-    for name, what in sizes.items():
-        size.add_argument(f"--{name}", action="store_const", dest="size", const=name, help=what)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
+    parser = parser_of_cases("compile_report", __doc__, ARCHITECTURES, "all")
     parser.add_argument("--out", type=Path, help="JSON lines, one a row, merged into what the file has")
     args = parser.parse_args()
-    if args.jobs < 1:
-        parser.error(f"expected --jobs of 1 or more, got {args.jobs}")
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
+    refuse_interpreter(parser)
     import triton
 
     print(f"triton {triton.__version__}, torch {torch.__version__}")

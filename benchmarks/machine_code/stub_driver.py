@@ -5,19 +5,13 @@ Both Triton's launcher and fastformer's run on it, so that their driver calls ca
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 SOURCE = Path(__file__).with_name("libcuda.c")
 STREAM = 77
@@ -61,54 +55,3 @@ class StubDevice:
 
     def get_capability(self, device: int) -> int:
         return self.arch
-
-
-@contextlib.contextmanager
-def stub_driver(arch: int = 90) -> Iterator[ctypes.CDLL]:
-    """Sends launches to the stub, which is yielded, as if there were a device of this architecture."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from fastformer.kernels import _host
-
-    stub = library()
-    from triton.backends.nvidia.driver import CudaDriver
-
-    class Driver(CudaDriver):  # type: ignore[misc] # triton has no types
-        def __init__(self) -> None:
-            super().__init__()
-            self.get_current_stream = lambda device: STREAM
-            self.get_current_device = lambda: 0
-            self.get_device_capability = lambda *_: (arch // 10, arch % 10)
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", arch, 32)
-
-    with (
-        mock.patch.object(triton.runtime.driver, "_active", Driver()),
-        mock.patch.object(_host, "active", StubDevice(arch)),
-    ):
-        yield stub
-
-
-def uncompiled(signature: Any, num_args: int) -> Any:
-    """Returns a binary for any signature, with the right parameters and without code."""
-    from fastformer.kernels._binaries import Binary
-    from fastformer.kernels._signature import layout_of
-
-    blocks = (re.findall(r"tensordesc<bf16\[([\d, ]+)\]", kind) for kind in map(str, signature.types.values()))
-    maps = tuple((3, 2, 9, tuple(map(int, block.split(",")))) for matches in blocks for block in matches)
-    return Binary("any", 128, 0, layout_of(signature, num_args), maps, b"")
-
-
-@contextlib.contextmanager
-def logged(stub: ctypes.CDLL) -> Iterator[list[dict[str, Any]]]:
-    """Yields a list that, after the block, contains a record of each launch and tensor map of the block."""
-    lines: list[dict[str, Any]] = []
-    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
-        stub.stub_open(file.name.encode())
-        try:
-            yield lines
-        finally:
-            stub.stub_open(None)
-            lines += [json.loads(line) for line in file.read().splitlines()]

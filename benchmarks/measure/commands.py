@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ def parser_of(name: str, about: str | None, *, out: bool = False) -> argparse.Ar
     if out:
         parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     return parser
+
+
+def refuse_interpreter(parser: argparse.ArgumentParser) -> None:
+    """Ends a command that compiles kernels if TRITON_INTERPRET is set."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
 
 
 def positive(text: str) -> int:

@@ -21,11 +21,12 @@ pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from benchmarks.machine_code.stub_driver import StubDevice, library, logged  # noqa: E402
+from benchmarks.machine_code.stub_driver import StubDevice, library  # noqa: E402
 from fastformer.kernels import _binaries, _host, _launch  # noqa: E402
 from fastformer.kernels._binaries import Binary, BinaryFile  # noqa: E402
 from fastformer.kernels._signature import arguments_of, key_of, layout_of, signature_of  # noqa: E402
 from fastformer.ops import _extension  # noqa: E402
+from tests.kernels.triton_launches import logged  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[..., object]
@@ -237,11 +238,21 @@ def test_a_layout_follows_from_the_types() -> None:
     assert layout_of(signature_of(kernel, arguments), 4) == "pqf(nn(pb)i)00"
 
 
+COMPARISON = (
+    "import sys, fastformer.ops; from tests.kernels.triton_launches import compare; print(compare(sys.argv[1], 90))"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["once", "quick"])
 def test_every_launch_equals_tritons_byte_for_byte(size: str, tmp_path: Path) -> None:
     """Each kernel is compiled into a file, and launched from the file and by Triton's own launcher, on a stub."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.compile_kernels", "--size", size, "--check", "--out", str(tmp_path)]
-    proc = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert proc.returncode == 0 and " 0 unlike Triton's" in proc.stdout, proc.stdout + proc.stderr
+    environment["FASTFORMER_KERNELS"] = str(tmp_path)
+    command = ["-m", "benchmarks.compile_kernels", f"--{size}", "--out", str(tmp_path)]
+    for arguments in (command, ["-c", COMPARISON, size]):
+        proc = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert proc.returncode == 0, proc.stdout + proc.stderr
+    assert proc.stdout.isascii() and int(proc.stdout) == len(list(BinaryFile(tmp_path / "sm_90.kernels").keys())) > 15
