@@ -124,6 +124,10 @@ class BinaryFile:
         """The properties of the file: "sources" (see `source_digest`), "arch", "triton"."""
         return self._index["about"]
 
+    def is_valid(self, arch: int) -> bool:
+        """Returns whether the file was made for this architecture from these sources."""
+        return self.about["sources"] == source_digest() and self.about["arch"] == arch
+
     def keys(self) -> Iterable[str]:
         """Returns the keys of all binaries; see `_signature.key_of`."""
         return self._index["kernels"].keys()
@@ -164,10 +168,8 @@ def write(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
 def add(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
     """Adds binaries to a file if it was made from the same sources; otherwise replaces it."""
     existing: dict[str, Binary] = {}
-    if path.is_file():
-        file = BinaryFile(path)
-        if file.about["sources"] == source_digest() and file.about["arch"] == arch:
-            existing = {key: binary for key in file.keys() if (binary := file.get(key)) is not None}  # noqa: SIM118
+    if path.is_file() and (file := BinaryFile(path)).is_valid(arch):
+        existing = {key: binary for key in file.keys() if (binary := file.get(key)) is not None}  # noqa: SIM118
     write(path, arch, existing | dict(binaries))
 
 
@@ -208,7 +210,7 @@ def files(arch: int) -> tuple[BinaryFile, ...]:
         except (OSError, ValueError) as error:
             logger.warning("kernels are compiled at their first call: %s", error)
             continue
-        if file.about["sources"] == source_digest() and file.about["arch"] == arch:
+        if file.is_valid(arch):
             matching.append(file)
         else:
             logger.warning("kernels are compiled at their first call: %s was made of other sources than these", path)

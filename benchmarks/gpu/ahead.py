@@ -11,9 +11,7 @@ and the sources from which it was made.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import re
+import fcntl
 import time
 import traceback
 from collections.abc import Sequence
@@ -21,79 +19,29 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import stand_in
-from benchmarks.gpu.warm import PlanStep, forked
+from benchmarks.gpu.rehearsal import in_forks
+from benchmarks.gpu.warm import PlanStep
 
 
 def compile_ahead(out: Path, todo: Sequence[PlanStep], only: str, arch: int, jobs: int) -> int:
     """Compiles the kernels of each step that matches the pattern. Returns 1 if a step or a compilation fails."""
-    import torch
 
-    out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # a fork doesn't inherit threads
-    chosen = [step for step in todo if re.search(only, step.key)]
-    running: dict[int, tuple[PlanStep, float]] = {}
-    are_ok = True
-    while chosen or running:
-        while chosen and len(running) < jobs:
-            step = chosen.pop(0)
-            if step.commands[0][0][2] != "pip":
-                running[_fork(step, out, arch)] = step, time.monotonic()
-        pid, status = os.wait()
-        step, began = running.pop(pid)
-        are_ok = are_ok and status == 0
-        print(f"{time.monotonic() - began:6.1f} s  {step.key}: {'ok' if status == 0 else 'FAILED'}", flush=True)
-    return 0 if are_ok else 1
-
-
-def _fork(step: PlanStep, out: Path, arch: int) -> int:
-    """Returns the process that runs a step."""
-    command, variables = step.commands[0]
-    module, *rest = command[command.index("-m") + 1 :]
-
-    def work() -> int:
-        os.environ.update({**variables, "FASTFORMER_TEST_SHARD": "0/1"})
+    def work(module: str, arguments: list[str]) -> int:
         stand_in._ALL = True
-        _without_products()
+        stand_in.without_products()
         with contextlib.suppress(SystemExit):
             if module == "pytest":
-                stand_in.run(module, rest)
+                stand_in.run(module, arguments)
             else:
                 stand_in.stand_in()
-                _run_ours(rest)
-        return 1 if _compile(out, arch) else 0
+                _run_ours(arguments)
+        return _compile(out, arch)
 
-    return forked(work, out / f"{step.key.replace(' ', '_')}.log")
-
-
-def _without_products() -> None:
-    """Makes PyTorch's matrix products return zeros, because they would take most of the time on a CPU."""
-    import torch
-    from torch import Tensor
-
-    def replaced(product: Any) -> Any:
-        @functools.wraps(product)
-        def wrapper(*args: Any, **options: Any) -> Any:
-            factors = [x for x in args if isinstance(x, Tensor)]
-            if torch.is_grad_enabled() and any(x.requires_grad for x in factors):
-                return product(*args, **options)
-            with torch.no_grad():
-                on_meta = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
-                out = options.get("out")
-                if out is not None:
-                    return out
-                shape = product(*on_meta, **options).shape
-                return torch.zeros(shape, dtype=options.get("out_dtype") or factors[-1].dtype)
-
-        return wrapper
-
-    owners: list[tuple[Any, str]] = [
-        *((torch, name) for name in ("mm", "addmm", "bmm", "matmul", "baddbmm")),
-        *((Tensor, name) for name in ("mm", "addmm", "bmm", "matmul", "__matmul__")),
-        (torch.nn.functional, "linear"),
-    ]
-    for owner, name in owners:
-        setattr(owner, name, replaced(getattr(owner, name)))
-    Tensor.addmm_ = lambda self, *_, **__: self  # type: ignore[method-assign]
+    are_ok = True
+    for step, status, _, seconds in in_forks(out, todo, only, work, jobs):
+        are_ok = are_ok and status == 0
+        print(f"{seconds:6.1f} s  {step.key}: {'ok' if status == 0 else 'FAILED'}", flush=True)
+    return 0 if are_ok else 1
 
 
 def _run_ours(arguments: list[str]) -> None:
@@ -127,36 +75,33 @@ def _run_ours(arguments: list[str]) -> None:
 
 
 def _compile(out: Path, arch: int) -> int:
-    """Compiles the launches that are missing from the file. Returns the number of failures."""
-    import fcntl
-
+    """Compiles the launches that are missing from the file. Returns 1 if one can't be compiled."""
     import triton
 
     from fastformer.kernels import _binaries
 
     triton.knobs.compilation.disable_line_info = True
     path = out / _binaries.file_name(arch)
-    existing = set(_binaries.BinaryFile(path).keys()) if path.is_file() else set()
+    is_there = path.is_file() and (file := _binaries.BinaryFile(path)).is_valid(arch)
+    existing = set(file.keys() if is_there else ())
     print(f"{len(stand_in.launches)} launches", flush=True)
-    new_binaries, failures = {}, 0
+    new_binaries: dict[str, Any] = {}
+    status = 0
     for key, launch in stand_in.launches.items():
         if key in existing:
             continue
         began = time.monotonic()
         try:
-            compiled = _binaries.compile_kernel(launch.kernel, launch.signature, launch.options, arch)
+            binary = launch.binary(arch)
         except Exception as error:
-            print(f"FAILED {launch.kernel.fn.__name__}: {error!r}"[-400:], flush=True)
-            failures += 1
+            print(f"FAILED {launch.name}: {error!r}"[-400:], flush=True)
+            status = 1
             continue
-        binary = _binaries.binary_of(compiled, launch.signature, launch.num_args)
-        if binary is None:
-            print(f"not plain: {launch.kernel.fn.__name__}", flush=True)
-            continue
-        print(f"{time.monotonic() - began:5.1f} s {launch.kernel.fn.__name__} {launch.options}", flush=True)
-        new_binaries[key] = binary
+        is_plain = "" if binary is not None else ": not plain"
+        print(f"{time.monotonic() - began:5.1f} s {launch.name} {launch.options}{is_plain}", flush=True)
+        new_binaries |= {} if binary is None else {key: binary}
     with (out / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _binaries.add(path, arch, new_binaries)
     print(f"{len(new_binaries)} compiled", flush=True)
-    return failures
+    return status

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +26,60 @@ _MISTAKE = re.compile(
 )
 
 
+def in_forks(
+    out: Path, todo: Sequence[PlanStep], only: str, work: Callable[[str, list[str]], int], jobs: int = 1
+) -> Iterator[tuple[PlanStep, int, Path, float]]:
+    """Calls `work` for the first command of each step that matches the pattern, but not for pip's.
+
+    Args:
+        work: called in a fork with the command's module and arguments; returns the exit status.
+        jobs: the number of forks side by side.
+
+    Yields:
+        (step, exit status, log, seconds) when a step has ended.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # a fork doesn't inherit threads
+    chosen = [step for step in todo if "pip" not in step.commands[0][0] and re.search(only, step.key)]
+    running: dict[int, tuple[PlanStep, Path, float]] = {}
+    while chosen or running:
+        while chosen and len(running) < jobs:
+            step = chosen.pop(0)
+            log = out / f"{step.key.replace(' ', '_')}.log"
+            running[forked(functools.partial(_run_first, step, work), log)] = step, log, time.monotonic()
+        pid, status = os.wait()
+        step, log, began = running.pop(pid)
+        yield step, os.waitstatus_to_exitcode(status), log, time.monotonic() - began
+
+
+def _run_first(step: PlanStep, work: Callable[[str, list[str]], int]) -> int:
+    command, variables = step.commands[0]
+    os.environ.update({**variables, "FASTFORMER_TEST_SHARD": "0/1"})
+    module, *arguments = command[command.index("-m") + 1 :]
+    return work(module, arguments)
+
+
 def rehearse(out: Path, todo: Sequence[PlanStep], only: str) -> int:
     """Runs the first command of each step that matches the pattern. Returns 1 if any has a mistake.
 
     It writes a line for each step to OUT/gpu_rehearsal.jsonl: "ok", "binaries" (which the step would compile), "wrong",
-    "seconds".
+    "seconds". If a step hangs, its stack is written to its log and it ends.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # a fork doesn't inherit threads
+
+    def work(module: str, arguments: list[str]) -> int:
+        faulthandler.dump_traceback_later(_LIMIT, exit=True)
+        return stand_in.run(module, arguments)
+
     are_ok = True
-    for step in todo:
-        command, variables = step.commands[0]
-        module, *rest = command[command.index("-m") + 1 :]
-        if module == "pip" or not re.search(only, step.key):
-            continue
-        began = time.monotonic()
-        log = out / f"{step.key.replace(' ', '_')}.rehearsal.log"
-        status = _run_in_fork(module, rest, variables | {"FASTFORMER_TEST_SHARD": "0/1"}, log)
+    for step, status, log, seconds in in_forks(out, todo, only, work):
         text = log.read_text(errors="replace")
         counted = re.search(r"(\d+) binaries", text)
         wrong = [*re.findall(r"^WRONG (.*)", text, re.MULTILINE), *_MISTAKE.findall(text)]
         if status and not wrong:
             wrong = [f"exit status {status}: {text[-600:]}"]
         line: dict[str, Any] = {"key": step.key, "ok": not wrong, "binaries": int(counted[1]) if counted else 0,
-                                "wrong": wrong, "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
+                                "wrong": wrong, "seconds": round(seconds, 1)}  # fmt: skip
         record.append(out / "gpu_rehearsal.jsonl", line)
         print(json.dumps(line), flush=True)
         are_ok = are_ok and not wrong
     return 0 if are_ok else 1
-
-
-def _run_in_fork(module: str, arguments: list[str], variables: dict[str, str], log: Path) -> int:
-    """Runs a module with its output in a file, and returns its exit status. If it hangs, its stack is written and it
-    ends.
-
-    All modules share one import of PyTorch.
-    """
-
-    def work() -> int:
-        faulthandler.dump_traceback_later(_LIMIT, exit=True)
-        os.environ.update(variables)
-        return stand_in.run(module, arguments)
-
-    return os.waitstatus_to_exitcode(os.waitpid(forked(work, log), 0)[1])

@@ -21,12 +21,14 @@ import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # before PyTorch is patched
 from torch.utils import _device
+
+from benchmarks.machine_code.report import RecordedLaunch
 
 _SMALL = {"batch": 2, "seqlen": 128, "rows": 256, "heads": 2, "kv_heads": 2, "vocab_size": 500, "dim": 128, "beams": 2,
           "hidden_dim": 256, "new_tokens": 4, "source": 8}  # fmt: skip
@@ -38,20 +40,8 @@ _OF_VALUES = re.compile(r"on the device too|infinite logits|the loss became")
 
 _ATEN = torch.library.Library("aten", "IMPL")
 
-binaries: set[tuple[str, str]] = set()  # (kernel, the properties on which its binary depends)
 grids: list[tuple[str, tuple[int, ...]]] = []  # (kernel, its grid) of each launch
-
-
-class StandInLaunch(NamedTuple):
-    """A launch: arguments of `kernels._binaries.compile_kernel`, and the number of those that aren't constexprs."""
-
-    kernel: Any
-    signature: Any
-    options: dict[str, object]
-    num_args: int
-
-
-launches: dict[str, StandInLaunch] = {}  # by `kernels._signature.key_of`
+launches: dict[str, RecordedLaunch] = {}  # one for each binary, by its key, without arguments
 
 
 def _on_cpu(value: Any) -> Any:
@@ -138,6 +128,21 @@ def _take_the_cpu() -> None:
     torch.Generator = _Generator  # type: ignore[misc]
 
 
+def without_products() -> None:
+    """Makes PyTorch's matrix products return zeros, because they would take most of the time on a CPU."""
+
+    def product(a: Any, b: Any) -> Any:
+        return torch.zeros(*a.shape[:-1], b.shape[-1], dtype=a.dtype)
+
+    for name in ("mm", "bmm"):
+        _ATEN.impl(name, product, "CPU")
+        _ATEN.impl(f"{name}.out", lambda *_, out, **__: out, "CPU")
+    for name in ("addmm", "baddbmm"):
+        _ATEN.impl(name, lambda _, a, b, **__: product(a, b), "CPU")
+        _ATEN.impl(f"{name}.out", lambda *_, out, **__: out, "CPU")
+        _ATEN.impl(f"{name}_", lambda x, *_, **__: x, "CPU")
+
+
 class _Event:
     """An event, which records a time."""
 
@@ -187,15 +192,9 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
 
 def _bound(kernel: Any, grid: tuple[int, ...], args: tuple[object, ...], options: dict[str, object]) -> None:
     """Replaces a launch: binds the arguments as a launch would."""
-    from fastformer.kernels._signature import key_of, signature_of
-
-    names = [parameter.name for parameter in kernel.params]
-    arguments = dict(zip(names, args, strict=False)) | {name: options[name] for name in names if name in options}
-    others = {name: value for name, value in options.items() if name not in names}
-    signature = signature_of(kernel, arguments)
-    binaries.add((kernel.fn.__name__, repr((signature, others))))
-    grids.append((kernel.fn.__name__, grid))
-    launches.setdefault(key_of(kernel, signature, others), StandInLaunch(kernel, signature, others, len(args)))
+    launch = RecordedLaunch.of(kernel, args, options)
+    grids.append((launch.name, grid))
+    launches.setdefault(launch.key(), launch._replace(arguments={}))
 
 
 def stand_in() -> None:
@@ -288,7 +287,7 @@ def _rehearse_tests(arguments: list[str]) -> int:
     attention_cases.check = checked
     plugin = Rehearsal()
     status = int(pytest.main([*arguments, "-p", "no:cacheprovider"], plugins=[plugin]))
-    print(f"{plugin.ran} tests ran, {plugin.by_assertion} to an assertion; {len(binaries)} binaries")
+    print(f"{plugin.ran} tests ran, {plugin.by_assertion} to an assertion; {len(launches)} binaries")
     print("\n".join(f"WRONG {line}" for line in plugin.wrong))
     return 1 if plugin.wrong or status not in (0, 1, 5) else 0
 
@@ -334,7 +333,7 @@ def run(module: str, arguments: list[str]) -> int:
             raise
         print(f"stopped by values: {error}")
     finally:
-        print(f"{len(binaries)} binaries")
+        print(f"{len(launches)} binaries")
     return 0
 
 
