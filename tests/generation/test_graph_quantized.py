@@ -17,7 +17,7 @@ from torch import nn
 from fastformer.cache import KVCache
 from fastformer.data import ByteTokenizer
 from fastformer.engine.frozen import repack
-from fastformer.generation import Translator, generate
+from fastformer.generation import Generator, Translator, generate
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.engines import graph as graph_module
 from fastformer.generation.engines.base import Prompt
@@ -130,6 +130,26 @@ def test_changed_weights_are_copied_again(change, tapes) -> None:
     changed, ran = decoded(model)
     assert changed != before and ran == {"reference"} and tapes.captures > captures
     assert changed == decoded(copy.deepcopy(model))[0]
+
+
+def test_an_open_batch_reads_changed_weights() -> None:
+    """A generator or a server opens one batch for all of its calls."""
+    model = quantized("gpt", "int8")
+    generator = Generator(model)
+    options: Any = {"max_new_tokens": 8, "min_new_tokens": 8}
+    before = generator.generate(SOURCES, **options)
+    with torch.no_grad():
+        model.decoder.layers[0].linear2.weight.mul_(-2)
+    changed = generator.generate(SOURCES, **options)
+    assert not torch.equal(changed, before) and torch.equal(
+        changed, Generator(copy.deepcopy(model)).generate(SOURCES, **options)
+    )
+
+
+def test_a_call_in_the_dtype_reads_the_weights() -> None:
+    model = quantized("gpt", "int8")
+    assert decoded(model)[1] == {"reference"}
+    assert decoded(model, precision="bf16", engine="graph")[1] == set()
 
 
 def test_a_model_is_freed_with_its_copies() -> None:

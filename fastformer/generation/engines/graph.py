@@ -94,6 +94,13 @@ class _State:
         """Lets the ops of a block read the quantised copies, if there are any."""
         return contextlib.nullcontext() if self.weights is None else self.weights.acting()
 
+    def renew(self, model: object, precision: str | None) -> None:
+        """Finds the copies of the current weights, and drops the graphs if these or the model's tensors are others."""
+        weights = _quantized(model, precision)
+        if weights is not self.weights or (self.guards is not None and not self.is_current(model)):
+            self.forget()
+        self.weights = weights
+
     def forget(self) -> None:
         """Drops the graphs, which would read memory that the model no longer uses, or omit its hooks."""
         self.captured.clear()
@@ -126,6 +133,7 @@ class GraphEngine(KVCacheEngine):
 
     def __init__(self, model: Model, precision: str | None = None) -> None:
         super().__init__(model, precision)
+        self._precision = precision
         self._state = _State(self._empty, Graphs(self.device))
         self._keeper: weakref.finalize[..., GraphEngine] | None = None
 
@@ -159,13 +167,11 @@ class GraphEngine(KVCacheEngine):
                 self._state = before
             self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
             self._keeper.atexit = False
-        state, wanted, weights = self._state, (max_rows, num_tokens), self._quantized()
-        if weights is not state.weights:
-            state.forget()
-            state.weights = weights
-        if state.is_current(self.model) and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
+        state, wanted = self._state, (max_rows, num_tokens)
+        state.renew(self.model, self._precision)
+        if state.guards is not None and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
             state.cache.reset()
-            return GraphBatch(self.model, self.device, state)
+            return GraphBatch(self.model, self.device, state, self._precision)
         # Somewhat more than the caller asks for, so that a slightly longer request later needs no new graphs.
         rows, tokens = (max(rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
         state.forget()
@@ -174,36 +180,25 @@ class GraphEngine(KVCacheEngine):
         # At most as many batch slots are empty as there are rows, because `bucket` rounds up by no more than that.
         state.cache = new_cache(self.model, rows, tokens + rows)
         state.spare, state.room = state.cache.take_slots(rows), (rows, tokens)
-        return GraphBatch(self.model, self.device, state)
-
-    def _quantized(self) -> QuantizedWeights | None:
-        """Returns the copies of the model's current weights for its steps; None: they read the weights themselves."""
-        model = self.model
-        if not isinstance(model, nn.Module) or not _is_read(model, own_precision(model)):
-            return None
-        try:
-            return packed(model, "quantised for steps", lambda: quantized_weights(model), find=_tensors_of)
-        except (UnfitError, ValueError) as error:  # weights of inference mode, or NaN
-            logger.info("engine 'graph' reads a model's weights in their dtype: %s", error)
-            return None
+        return GraphBatch(self.model, self.device, state, self._precision)
 
 
 class GraphBatch(KVCacheBatch, SearchingBatch):
     """Rows of a `KVCache` that are stepped by graphs; see `GraphEngine`."""
 
-    def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device, state: _State) -> None:
+    def __init__(
+        self, model: EncoderDecoder | DecoderOnly, device: torch.device, state: _State, precision: str | None
+    ) -> None:
         super().__init__(model, device, state.cache)
-        self._state = state
+        self._state, self._precision = state, precision
         state.num_batches += 1
         self._number = state.num_batches
         # The step whose tensors hold the state of searches, and these searches.
         self._loaded: tuple[CapturedStep, Sequence[NativeSearch]] | None = None
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
-        state = self._state
-        if not self._cache.num_groups and state.guards is not None and not state.is_current(self.model):
-            self._loaded = None
-            state.forget()
+        if not self._cache.num_groups:  # requests that are decoded together read the same copies
+            self._state.renew(self.model, self._precision)
         super().prefill(prompts)
 
     def free(self, groups: Sequence[int]) -> None:
@@ -403,6 +398,17 @@ def _is_read(model: object, precision: str) -> bool:
         and device_of(cast(Model, model)).type in DEVICES
         and dtype_precision(model) in ("bf16", "fp16")
     )
+
+
+def _quantized(model: object, precision: str | None) -> QuantizedWeights | None:
+    """Returns the copies of a model's current weights for its steps; None: they read the weights themselves."""
+    if not isinstance(model, nn.Module) or not _is_read(model, precision or own_precision(model)):
+        return None
+    try:
+        return packed(model, "quantised for steps", lambda: quantized_weights(model), find=_tensors_of)
+    except (UnfitError, ValueError) as error:  # weights of inference mode, or NaN
+        logger.info("engine 'graph' reads a model's weights in their dtype: %s", error)
+        return None
 
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:
