@@ -79,7 +79,7 @@ def generate(
         adapter: the folder of a LoRA adapter, as peft saves it, with which the model decodes
         on_error: at a line that is too long or not UTF-8, stop, or skip it with an empty line instead and a warning
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
+        precision: convert the weights to this; in int8 and int4, auto is a CPU; by default they stay as they were saved
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
         greedy: always choose the best token, without sampling; --num_beams above 1 searches without sampling
         cut: if a prompt leaves no room in the model's positions, use only its end, instead of raising an error
@@ -89,6 +89,7 @@ def generate(
     """
     from fastformer.checkpoints import load_model
     from fastformer.devices import choose_device
+    from fastformer.generation.engines import rounded_for_steps
     from fastformer.generation.folder_options import folder_options, with_folder_options
     from fastformer.generation.model_protocols import DTYPES, asked_precision
 
@@ -106,6 +107,7 @@ def generate(
     decoding = GenerationConfig.from_options({"do_sample": samples, **values})
     place = choose_device(device, decoding.precision)
     model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(decoding.precision or ""))
+    model = rounded_for_steps(model, decoding.precision)
     if is_foreign:
         decoding = with_folder_options(file_options, values, model.config.max_len)
     decoding = replace(decoding, precision=asked_precision(model, decoding.precision))

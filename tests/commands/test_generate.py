@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -15,6 +16,8 @@ import fastformer.generation
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.generation import generate
+from fastformer.generation.engines import graph
+from fastformer.generation.engines.cpp import CppEngine
 from fastformer.models import GPT
 from tests.generation.small import tiny
 
@@ -135,6 +138,15 @@ def test_beams_of_a_folder_that_samples_are_not_sampled(tmp_path, ran) -> None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": samples}))
         texts[samples] = ran("generate", str(tmp_path), "to", "--num_beams", "2", *FEW).out
     assert texts[True] == texts[False]
+
+
+def test_a_gpu_decodes_in_int8(run, model, ran, monkeypatch) -> None:
+    """As `quantize` rounds the model; the CPU is treated as a GPU."""
+    monkeypatch.setattr(graph, "DEVICES", ("cpu",))
+    monkeypatch.setattr(CppEngine, "why_unsupported", classmethod(lambda *_: "the model is on a GPU"))
+    rounded = copy.deepcopy(model).bfloat16().quantize("int8")
+    out = ran("generate", run, "to be", "--greedy", "--device", "cpu", "--precision", "int8", *FEW).out
+    assert out == expected(rounded, "to be")[0] + "\n"
 
 
 def test_contradictions(run, capsys, ran) -> None:
