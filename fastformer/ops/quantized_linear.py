@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.ops._dispatch import forced_backend
 from fastformer.ops._library import define_op
 
 MOST_ROWS = 64  # with more rows, multiplying takes longer than reading the weight
@@ -79,6 +80,16 @@ _op = define_op(
     fake=_fake,
     reference_only={"cpp": "on a CPU the C++ engine decodes quantised models, with products of its own"},
 )
+
+
+def why_no_kernel(weight: Tensor) -> str | None:
+    """Returns why rows of a weight's dtype on its GPU would be multiplied by the reference; None if a kernel does it.
+
+    The reference writes the whole weight in each call, which takes longer than reading it.
+    """
+    if forced_backend.get() is not None or weight.device.type != "cuda":
+        return None
+    return _op.why_not("triton", (weight, weight, weight, None, None, False))
 
 
 def quantized_linear(

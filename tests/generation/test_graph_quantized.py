@@ -161,11 +161,13 @@ def test_a_model_is_freed_with_its_copies() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("what", ["fp32", "NaN", "a cpu", "not quantised", "other engine"])
+@pytest.mark.parametrize("what", ["fp32", "NaN", "a cpu", "not quantised", "other engine", "no kernel"])
 def test_other_models_decode_by_their_weights(what, monkeypatch) -> None:
     model = quantized("gpt", "int8", torch.float32 if what == "fp32" else torch.bfloat16)
     if what == "NaN":
         model.decoder.layers[0].linear1.weight.data[3, 4] = float("nan")
+    elif what == "no kernel":
+        monkeypatch.setattr(graph_module, "why_no_kernel", lambda weight: "the GPU is too old")
     elif what == "a cpu":
         monkeypatch.setattr(graph_module, "DEVICES", ())
     elif what == "not quantised":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from fastformer import ops
 from fastformer.models import GPT
 from fastformer.models.quantization import from_grid, quantized_weights, to_grid
 from fastformer.ops import record_backends
-from fastformer.ops.quantized_linear import MOST_ROWS, QuantizedMatrix, QuantizedWeights, dequantized
+from fastformer.ops.quantized_linear import MOST_ROWS, QuantizedMatrix, QuantizedWeights, dequantized, why_no_kernel
 from tests.checks import assert_accurate
 from tests.generation.weights import CONFIGS, drawn
 
@@ -130,3 +131,13 @@ def test_a_models_matrices_are_found(name, precision) -> None:
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     assert [copies.find(table) is not None for table in tables] == [table is model.output_weight for table in tables]
     assert isinstance(model, GPT) or len(copies) > len(multiplied)
+
+
+def test_an_old_gpu_has_no_kernel(monkeypatch) -> None:
+    launch = pytest.importorskip("fastformer.kernels._launch")
+    with FakeTensorMode():
+        weight = torch.empty(4, 4, dtype=torch.float16, device="cuda")
+    assert why_no_kernel(torch.empty(4, 4)) is None
+    for arch, is_old in ((75, True), (90, False)):
+        monkeypatch.setattr(launch, "architecture", lambda x, arch=arch: arch)
+        assert ("8.0" in (why_no_kernel(weight) or "")) is is_old

@@ -48,7 +48,7 @@ from fastformer.graphs import CaptureError, Graphs
 from fastformer.models.quantization import QUANTIZED, quantized_weights
 from fastformer.nn import KVCache
 from fastformer.ops import _backends
-from fastformer.ops.quantized_linear import QuantizedWeights
+from fastformer.ops.quantized_linear import QuantizedWeights, why_no_kernel
 
 logger = logging.getLogger("fastformer")
 
@@ -405,8 +405,10 @@ def _quantized(model: object, precision: str | None) -> QuantizedWeights | None:
     if not isinstance(model, nn.Module) or not _is_read(model, precision or own_precision(model)):
         return None
     try:
+        if (reason := why_no_kernel(next(model.parameters()))) is not None:
+            raise UnfitError(reason)
         return packed(model, "quantised for steps", lambda: quantized_weights(model), find=_tensors_of)
-    except (UnfitError, ValueError) as error:  # weights of inference mode, or NaN
+    except (UnfitError, ValueError) as error:  # no kernel, weights of inference mode, or NaN
         logger.info("engine 'graph' reads a model's weights in their dtype: %s", error)
         return None
 
