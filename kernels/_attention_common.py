@@ -367,20 +367,10 @@ class Problem(NamedTuple):
 
 
 def describe(
-    q: Tensor,
-    k: Tensor,
-    lengths: str,
-    seqlens_q: Tensor | None,
-    seqlens_k: Tensor | None,
-    seqlen_q: int,
-    seqlen_k: int,
-    softmax_scale: float,
-    window_left: int | None,
-    window_right: int | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    softcap: float = 0.0,
-) -> Problem:
+    q: Tensor, k: Tensor, lengths: str, seqlens_q: Tensor | None, seqlens_k: Tensor | None, seqlen_q: int,
+    seqlen_k: int, softmax_scale: float, window_left: int | None, window_right: int | None, dropout_p: float,
+    dropout_seed: Tensor | None, softcap: float = 0.0,
+) -> Problem:  # fmt: skip
     """Returns the description of a call. Windows without an effect are dropped; with one query, causal is no mask."""
     if window_right is not None and window_right >= seqlen_q - 1:
         window_right = None

@@ -261,15 +261,9 @@ def _is_copied(*tensors: Tensor | None) -> bool:
 
 
 def plan_add_layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    rms_norm: bool,
-) -> Plan:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, dropout_p: float,
+    dropout_seed: Tensor | None, rms_norm: bool,
+) -> Plan:  # fmt: skip
     """Plans `add_layer_norm_fwd` for calls of this geometry."""
     dim = x.shape[-1]
     num_rows = x.numel() // dim
@@ -317,18 +311,9 @@ def add_layer_norm_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def plan_add_layer_norm_bwd(
-    dy: Tensor,
-    dresidual_out: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    rms_norm: bool,
-    has_bias: bool,
-    x_dtype: torch.dtype,
-) -> Plan:
+    dy: Tensor, dresidual_out: Tensor | None, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    dropout_p: float, dropout_seed: Tensor | None, rms_norm: bool, has_bias: bool, x_dtype: torch.dtype,
+) -> Plan:  # fmt: skip
     """Plans `add_layer_norm_bwd` for calls of this geometry."""
     dim = s.shape[-1]
     num_rows = s.numel() // dim

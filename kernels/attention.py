@@ -190,15 +190,9 @@ def plan_forward(
     )  # fmt: skip
 
     def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None,
-        seqlens_q: Tensor | None,
-        seqlens_k: Tensor | None,
-        dropout_seed: Tensor | None,
-        work_counter: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_q: Tensor | None, seqlens_k: Tensor | None,
+        dropout_seed: Tensor | None, work_counter: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if is_copied:
             q, k, v = readable(q), readable(k), readable(v)
         if packed:
@@ -224,15 +218,9 @@ def plan_forward(
 
 
 def why_unsupported(
-    op_name: str,
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float,
-    attn_mask: Tensor | None = None,
+    op_name: str, *, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, attn_mask: Tensor | None = None,
     **_: object,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Returns why the kernels don't support a call of (varlen_)attention_fwd or _bwd, or None if they do."""
     if (reason := unsupported_dtype(q.dtype)) is not None:
         return reason

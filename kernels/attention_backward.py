@@ -238,19 +238,9 @@ def _dkdv_kernel(
 
 
 def plan_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    attn_mask: Tensor | None,
-    problem: Problem,
-    needs_mask_grad: bool,
-    *,
-    config: Config | None = None,
-    dq_config: Config | None = None,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None, problem: Problem,
+    needs_mask_grad: bool, *, config: Config | None = None, dq_config: Config | None = None,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Plans the backward pass for calls of this geometry.
 
     Returns:
@@ -328,18 +318,10 @@ def plan_backward(
     rounds = adds and dtype != torch.float32
 
     def backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        attn_mask: Tensor | None,
-        seqlens_q: Tensor | None,
-        seqlens_k: Tensor | None,
-        dropout_seed: Tensor | None,
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None,
+        seqlens_q: Tensor | None, seqlens_k: Tensor | None, dropout_seed: Tensor | None,
         work_counter: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         if is_copied:
             q, k, v, dout, out = (readable(x) for x in (q, k, v, dout, out))
         if packed or shared_heads:

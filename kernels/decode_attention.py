@@ -421,15 +421,8 @@ def _merge_kernel(
 
 
 def why_unsupported(
-    op_name: str,
-    *,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    **_: object,
-) -> str | None:
+    op_name: str, *, q: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor | None, sin: Tensor | None, **_: object,
+) -> str | None:  # fmt: skip
     """Returns why the kernel doesn't support a call of decode_attention, or None if it does."""
     if (reason := unsupported_dtype(*(x.dtype for x in (q, cos, sin) if x is not None))) is not None:
         return reason

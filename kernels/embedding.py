@@ -197,16 +197,9 @@ def _token_tile(num_tokens: int, dim: int) -> tuple[int, int, int]:
 
 
 def embedding_fwd(
-    ids: Tensor,
-    weight: Tensor,
-    position_table: Tensor | None,
-    positions: Tensor | None,
-    scale: float,
-    padding_idx: int,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    atomics: bool,
-) -> Tensor:
+    ids: Tensor, weight: Tensor, position_table: Tensor | None, positions: Tensor | None, scale: float,
+    padding_idx: int, dropout_p: float, dropout_seed: Tensor | None, atomics: bool,
+) -> Tensor:  # fmt: skip
     """Implements `fastformer::embedding_fwd`; returns the sum after dropout. `atomics` is only used by backward."""
     num_tokens, dim = ids.numel(), weight.shape[1]
     out = weight.new_empty(*ids.shape, dim)
@@ -217,43 +210,19 @@ def embedding_fwd(
     unit = stride_unit(weight, table)
     block_m, block_n, num_warps = _token_tile(num_tokens, dim)
     launch(
-        _embedding_fwd_kernel,
-        (cdiv(num_tokens, block_m), cdiv(dim, block_n)),
-        ids.contiguous(),
-        weight,
-        table,
-        contiguous(positions),
-        out,
-        num_tokens,
-        ids.shape[-1],
-        weight.shape[0],
-        0 if table is None else table.shape[0],
-        weight.stride(0) // unit,
-        0 if table is None else table.stride(0) // unit,
-        scale,
-        padding_idx,
-        dropout_arguments(dropout_p, dropout_seed),
-        UNIT=unit,
-        DIM=dim,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        num_warps=num_warps,
-        debug=True,
-        sanitize_overflow=False,
-    )
+        _embedding_fwd_kernel, (cdiv(num_tokens, block_m), cdiv(dim, block_n)),
+        ids.contiguous(), weight, table, contiguous(positions), out, num_tokens, ids.shape[-1], weight.shape[0],
+        0 if table is None else table.shape[0], weight.stride(0) // unit,
+        0 if table is None else table.stride(0) // unit, scale, padding_idx, dropout_arguments(dropout_p, dropout_seed),
+        UNIT=unit, DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps, debug=True, sanitize_overflow=False,
+    )  # fmt: skip
     return out
 
 
 def _sum_by_key(
-    keys: Tensor,
-    order: Tensor,
-    dout: Tensor,
-    num_rows: int,
-    scale: float,
-    skipped: int,
-    dropout: Dropout,
+    keys: Tensor, order: Tensor, dout: Tensor, num_rows: int, scale: float, skipped: int, dropout: Dropout,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns (num_rows, dim): row k is the sum of rows order[i] of dropout(dout) for keys[i] == k. keys: sorted."""
     num_tokens, dim = dout.shape
     sums = dout.new_zeros(num_rows, dim, dtype=dtype)
@@ -264,26 +233,11 @@ def _sum_by_key(
     block_m = max(2, min(2048 // block_n, 16))
     column_blocks = cdiv(dim, block_n)
     launch(
-        _sum_runs_kernel,
-        (num_tokens, column_blocks),
-        keys,
-        order,
-        dout,
-        sums,
-        partial,
-        num_tokens,
-        num_rows,
-        skipped,
-        dout.stride(0) // unit,
-        scale,
-        dropout,
-        UNIT=unit,
-        DIM=dim,
-        CHUNK=CHUNK,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        _sum_runs_kernel, (num_tokens, column_blocks),
+        keys, order, dout, sums, partial, num_tokens, num_rows, skipped, dout.stride(0) // unit, scale, dropout,
+        UNIT=unit, DIM=dim, CHUNK=CHUNK, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=max(1, min(4, block_m * block_n // 256)),
-    )
+    )  # fmt: skip
     if num_chunks > 1:
         launch(
             _sum_chunks_kernel, (num_chunks, column_blocks),
@@ -294,37 +248,18 @@ def _sum_by_key(
 
 
 def _sum_by_atomics(
-    keys: Tensor,
-    dout: Tensor,
-    num_rows: int,
-    scale: float,
-    skipped: int,
-    dropout: Dropout,
-    dtype: torch.dtype,
-) -> Tensor:
+    keys: Tensor, dout: Tensor, num_rows: int, scale: float, skipped: int, dropout: Dropout, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Returns the result of `_sum_by_key` for keys in any order."""
     num_tokens, dim = dout.shape
     sums = dout.new_zeros(num_rows, dim, dtype=torch.float32)
     unit = stride_unit(dout)
     block_m, block_n, num_warps = _token_tile(num_tokens, dim)
     launch(
-        _scatter_kernel,
-        (cdiv(num_tokens, block_m), cdiv(dim, block_n)),
-        keys.contiguous(),
-        dout,
-        sums,
-        num_tokens,
-        num_rows,
-        skipped,
-        dout.stride(0) // unit,
-        scale,
-        dropout,
-        UNIT=unit,
-        DIM=dim,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        num_warps=num_warps,
-    )
+        _scatter_kernel, (cdiv(num_tokens, block_m), cdiv(dim, block_n)),
+        keys.contiguous(), dout, sums, num_tokens, num_rows, skipped, dout.stride(0) // unit, scale, dropout,
+        UNIT=unit, DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
+    )  # fmt: skip
     return sums.to(dtype)
 
 
@@ -334,18 +269,9 @@ def _sorted(indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def embedding_bwd(
-    dout: Tensor,
-    ids: Tensor,
-    positions: Tensor | None,
-    num_embeddings: int,
-    num_positions: int,
-    scale: float,
-    padding_idx: int,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dtype: torch.dtype,
-    atomics: bool,
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, ids: Tensor, positions: Tensor | None, num_embeddings: int, num_positions: int, scale: float,
+    padding_idx: int, dropout_p: float, dropout_seed: Tensor | None, dtype: torch.dtype, atomics: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implements `fastformer::embedding_bwd`; returns (dweight, dposition_table)."""
     num_tokens, dim = ids.numel(), dout.shape[-1]
     if num_tokens == 0:

@@ -319,13 +319,8 @@ def _tile_of(config: FfnConfig, x: Tensor) -> dict[str, object]:
 
 
 def _activated(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    dropout: Dropout,
-    needs_saved: bool,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dropout: Dropout, needs_saved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns (hidden, saved): dropout(activation(x weight^T + bias)), and the tensor for backward, or (0,)."""
     num_rows, depth = x.shape
     hidden_dim = weight.shape[0] // 2 if activation in GATES else weight.shape[0]
@@ -353,13 +348,8 @@ def _activated(
 
 
 def _activated_backward(
-    dout: Tensor,
-    weight: Tensor,
-    saved: Tensor,
-    activation: str,
-    dropout: Dropout,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, weight: Tensor, saved: Tensor, activation: str, dropout: Dropout, has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns (dpre, hidden, dbias) from dhidden = dout weight; dbias is (0,) without a bias."""
     num_rows, depth = dout.shape
     hidden_dim, columns = weight.shape[1], saved.shape[1]
@@ -404,16 +394,9 @@ def why_unsupported(op_name: str, *, x: Tensor, **arguments: object) -> str | No
 
 
 def feed_forward_fwd(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    needs_saved: bool,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, activation: str,
+    dropout_p: float, dropout_seed: Tensor | None, needs_saved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Implements `fastformer::feed_forward_fwd`; returns (out, saved)."""
     rows = x.reshape(-1, x.shape[-1])
     dropout = dropout_arguments(dropout_p, dropout_seed)
@@ -427,17 +410,9 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def feed_forward_bwd(
-    dout: Tensor,
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    saved: Tensor,
-    activation: str,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    has_bias2: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, saved: Tensor, activation: str,
+    dropout_p: float, dropout_seed: Tensor | None, has_bias2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Implements `fastformer::feed_forward_bwd`; returns (dx, dweight1, dbias1, dweight2, dbias2)."""
     rows, drows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
     dropout = dropout_arguments(dropout_p, dropout_seed)

@@ -284,15 +284,9 @@ class _Chunks:
             yield chunk, logits
 
     def launch(
-        self,
-        chunk: Chunk,
-        *,
-        losses: Tensor | None = None,
-        lse: Tensor | None = None,
-        load_lse: bool = False,
-        scale: Tensor | None = None,
-        gradient: bool = False,
-    ) -> None:
+        self, chunk: Chunk, *, losses: Tensor | None = None, lse: Tensor | None = None, load_lse: bool = False,
+        scale: Tensor | None = None, gradient: bool = False,
+    ) -> None:  # fmt: skip
         """Runs the kernel on a chunk. `scale`: one number on the device, or one per row. Tensors cover all rows."""
         rows = chunk.rows
         # In fp32, a cap needs a derivative for each logit and the exact tanh, so a whole tile would spill on sm_100.
@@ -303,35 +297,16 @@ class _Chunks:
         if scale is not None and scale.dim() == 1:
             scale = chunk.of(scale)
         launch(
-            _cross_entropy_kernel,
-            (cdiv(rows, block_m),),
-            self.buffer,
-            self.bias,
-            chunk.of(self.target),
-            scale,
-            None if losses is None else chunk.of(losses),
-            None if lse is None else chunk.of(lse),
-            rows,
-            self.vocab_size,
-            self.padded_size,
-            self.ignore_index,
-            scale.stride(0) if scale is not None and scale.dim() == 1 else 0,
-            *self.weights,
-            self.z_loss,
-            self.softcap,
-            LOSSES=losses is not None,
-            GRADIENT=gradient,
-            LSE="none" if lse is None else "load" if load_lse else "store",
-            HAS_BIAS=self.bias is not None,
-            SMOOTH=self.weights[1] != 0.0,
-            Z_LOSS=self.z_loss != 0.0,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            THREADS=min(32 * WARPS, block_n * self.x.element_size() // 16),
-            num_warps=WARPS,
-            debug=True,
+            _cross_entropy_kernel, (cdiv(rows, block_m),),
+            self.buffer, self.bias, chunk.of(self.target), scale, None if losses is None else chunk.of(losses),
+            None if lse is None else chunk.of(lse), rows, self.vocab_size, self.padded_size, self.ignore_index,
+            scale.stride(0) if scale is not None and scale.dim() == 1 else 0, *self.weights, self.z_loss, self.softcap,
+            LOSSES=losses is not None, GRADIENT=gradient,
+            LSE="none" if lse is None else "load" if load_lse else "store", HAS_BIAS=self.bias is not None,
+            SMOOTH=self.weights[1] != 0.0, Z_LOSS=self.z_loss != 0.0, BLOCK_M=block_m, BLOCK_N=block_n,
+            THREADS=min(32 * WARPS, block_n * self.x.element_size() // 16), num_warps=WARPS, debug=True,
             sanitize_overflow=False,
-        )
+        )  # fmt: skip
 
 
 class _ChunkGradients:
@@ -399,19 +374,9 @@ def linear_cross_entropy_fwd(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def linear_cross_entropy_bwd(
-    dlosses: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    smooth_others: bool,
-    z_loss: float,
-    output_mask: Sequence[bool],
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, ignore_index: int,
+    label_smoothing: float, smooth_others: bool, z_loss: float, output_mask: Sequence[bool], softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Implements `fastformer::linear_cross_entropy_bwd`; returns (dx, dweight, dbias)."""
     chunks = _Chunks(
         x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, output_mask[1]
@@ -426,18 +391,9 @@ def linear_cross_entropy_bwd(
 
 
 def linear_cross_entropy_fwd_bwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    smooth_others: bool,
-    z_loss: float,
-    mean: bool,
-    output_mask: Sequence[bool],
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
+    smooth_others: bool, z_loss: float, mean: bool, output_mask: Sequence[bool], softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Implements `fastformer::linear_cross_entropy_fwd_bwd`; returns (loss, dx, dweight, dbias)."""
     chunks = _Chunks(
         x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, output_mask[1]

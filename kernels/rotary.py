@@ -152,30 +152,11 @@ def rotary_fwd(
     block_m = max(1, min(TILE // (2 * block_n), next_power_of_2(num_rows)))
     rest = dim - 2 * half
     launch(
-        _rotary_kernel,
-        (cdiv(num_rows, block_m),),
-        x,
-        cos,
-        sin,
-        contiguous(positions),
-        out,
-        num_rows,
-        num_heads,
-        seqlen,
-        cos.shape[0],
-        tuple(stride // unit for stride in x.stride()[:3]),
-        (cos.stride(0) // table_unit, sin.stride(0) // table_unit),
-        INTERLEAVED=interleaved,
-        INVERSE=inverse,
-        UNIT=unit,
-        TABLE_UNIT=table_unit,
-        DIM=dim,
-        HALF=half,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        REST=next_power_of_2(rest) if rest else 0,
-        num_warps=max(1, min(4, block_m * block_n // 256)),
-        debug=positions is not None,
-        sanitize_overflow=False,
-    )
+        _rotary_kernel, (cdiv(num_rows, block_m),),
+        x, cos, sin, contiguous(positions), out, num_rows, num_heads, seqlen, cos.shape[0],
+        tuple(stride // unit for stride in x.stride()[:3]), (cos.stride(0) // table_unit, sin.stride(0) // table_unit),
+        INTERLEAVED=interleaved, INVERSE=inverse, UNIT=unit, TABLE_UNIT=table_unit, DIM=dim, HALF=half, BLOCK_M=block_m,
+        BLOCK_N=block_n, REST=next_power_of_2(rest) if rest else 0, num_warps=max(1, min(4, block_m * block_n // 256)),
+        debug=positions is not None, sanitize_overflow=False,
+    )  # fmt: skip
     return out
