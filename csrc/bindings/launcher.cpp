@@ -26,6 +26,7 @@
 namespace fastformer {
 namespace {
 
+using python::Object;
 using Result = int;  // CUresult: 0 is success
 
 constexpr Result kInvalidValue = 1;
@@ -151,16 +152,11 @@ const Names& names() {
 bool address_of(PyObject* argument, uint64_t* address) {
   *address = 0;
   if (argument == Py_None) return true;
-  PyObject* number = nullptr;
-  if (PyLong_Check(argument)) {
-    number = argument;
-    Py_INCREF(number);
-  } else {
-    number = PyObject_CallMethodObjArgs(argument, names().data_ptr, nullptr);
-    if (number == nullptr) return false;
-  }
-  *address = PyLong_AsUnsignedLongLong(number);
-  Py_DECREF(number);
+  const Object number = PyLong_Check(argument)
+                            ? Object::borrowed(argument)
+                            : Object(PyObject_CallMethodObjArgs(argument, names().data_ptr, nullptr));
+  if (!number) return false;
+  *address = PyLong_AsUnsignedLongLong(number.get());
   return !(*address == static_cast<uint64_t>(-1) && PyErr_Occurred());
 }
 
@@ -173,10 +169,9 @@ bool read_backwards(PyObject* sequence, int rank, T* into) {
     return false;
   }
   for (int i = 0; i < rank; ++i) {
-    PyObject* const item = PySequence_GetItem(sequence, i);
-    if (item == nullptr) return false;
-    into[rank - 1 - i] = static_cast<T>(PyLong_AsLongLong(item));
-    Py_DECREF(item);
+    const Object item(PySequence_GetItem(sequence, i));
+    if (!item) return false;
+    into[rank - 1 - i] = static_cast<T>(PyLong_AsLongLong(item.get()));
     if (PyErr_Occurred()) return false;
   }
   return true;
@@ -185,11 +180,8 @@ bool read_backwards(PyObject* sequence, int rank, T* into) {
 // Reads the integers of an attribute, like `read_backwards`.
 template <class T>
 bool read_attribute(PyObject* object, PyObject* name, int rank, T* into) {
-  PyObject* const sequence = PyObject_GetAttr(object, name);
-  if (sequence == nullptr) return false;
-  const bool is_read = read_backwards(sequence, rank, into);
-  Py_DECREF(sequence);
-  return is_read;
+  const Object sequence(PyObject_GetAttr(object, name));
+  return sequence && read_backwards(sequence.get(), rank, into);
 }
 
 bool encode(const Driver& cuda, PyObject* descriptor, const MapRecipe& recipe, Encoded* into) {
@@ -197,16 +189,12 @@ bool encode(const Driver& cuda, PyObject* descriptor, const MapRecipe& recipe, E
   int64_t sizes[kMaxRank], strides[kMaxRank];
   if (!read_attribute(descriptor, names().shape, rank, sizes)) return false;
   if (!read_attribute(descriptor, names().strides, rank, strides)) return false;
-  PyObject* const base = PyObject_GetAttr(descriptor, names().base);
-  if (base == nullptr) return false;
   uint64_t address = 0;
-  const bool has_address = address_of(base, &address);
-  Py_DECREF(base);
-  if (!has_address) return false;
-  PyObject* const padding = PyObject_GetAttr(descriptor, names().padding);
-  if (padding == nullptr) return false;
-  const bool is_zero = PyUnicode_CompareWithASCIIString(padding, "zero") == 0;
-  Py_DECREF(padding);
+  const Object base(PyObject_GetAttr(descriptor, names().base));
+  if (!base || !address_of(base.get(), &address)) return false;
+  const Object padding(PyObject_GetAttr(descriptor, names().padding));
+  if (!padding) return false;
+  const bool is_zero = PyUnicode_CompareWithASCIIString(padding.get(), "zero") == 0;
   uint64_t extents[kMaxRank], bytes[kMaxRank];
   uint32_t element_strides[kMaxRank];
   for (int i = 0; i < rank; ++i) {
@@ -225,22 +213,18 @@ bool encode(const Driver& cuda, PyObject* descriptor, const MapRecipe& recipe, E
 // Gets the parameters of a descriptor. A descriptor with a dictionary `encoded` caches them there, because its address
 // never changes.
 bool parameters_of(const Driver& cuda, PyObject* descriptor, const MapRecipe& recipe, Encoded* into) {
-  PyObject* const encoded_maps = PyObject_GetAttr(descriptor, names().encoded);
-  if (encoded_maps == nullptr) {
+  const Object encoded_maps(PyObject_GetAttr(descriptor, names().encoded));
+  if (!encoded_maps) {
     PyErr_Clear();
     return encode(cuda, descriptor, recipe, into);
   }
-  PyObject* const bytes_of_map = PyDict_GetItemWithError(encoded_maps, recipe.key);
-  bool is_right = bytes_of_map != nullptr;
-  if (bytes_of_map != nullptr) {
-    std::memcpy(into, PyBytes_AsString(bytes_of_map), sizeof *into);
-  } else if (!PyErr_Occurred() && encode(cuda, descriptor, recipe, into)) {
-    PyObject* const bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(into), sizeof *into);
-    is_right = bytes != nullptr && PyDict_SetItem(encoded_maps, recipe.key, bytes) == 0;
-    Py_XDECREF(bytes);
+  if (PyObject* const known = PyDict_GetItemWithError(encoded_maps.get(), recipe.key)) {
+    std::memcpy(into, PyBytes_AsString(known), sizeof *into);
+    return true;
   }
-  Py_DECREF(encoded_maps);
-  return is_right;
+  if (PyErr_Occurred() || !encode(cuda, descriptor, recipe, into)) return false;
+  const Object bytes(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(into), sizeof *into));
+  return bytes && PyDict_SetItem(encoded_maps.get(), recipe.key, bytes.get()) == 0;
 }
 
 // The parameters of one launch, and the driver's pointers to them.
@@ -314,11 +298,10 @@ bool add_descriptor(const Driver& cuda, const Kernel& kernel, PyObject* argument
   const MapRecipe& recipe = kernel.maps[index];
   Encoded& encoded = parameters.maps[index];
   if (!parameters_of(cuda, argument, recipe, &encoded) || !parameters.point_at(&encoded.map)) return false;
-  for (int i = 0; i < recipe.rank; ++i)
-    if (!parameters.point_at(&encoded.sizes[i])) return false;
-  for (int i = 0; i < recipe.rank; ++i)
-    if (!parameters.point_at(&encoded.strides[i])) return false;
-  return true;
+  bool is_right = true;
+  for (int i = 0; i < recipe.rank; ++i) is_right = is_right && parameters.point_at(&encoded.sizes[i]);
+  for (int i = 0; i < recipe.rank; ++i) is_right = is_right && parameters.point_at(&encoded.strides[i]);
+  return is_right;
 }
 
 // The arguments of a call, or the elements of a tuple.
@@ -386,20 +369,15 @@ PyObject* launch(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count
   size_t at = 0;
   if (!collect(*cuda, *kernel, at, {arguments + 4, nullptr, count - 4}, parameters)) return nullptr;
   if (numbers[0] * numbers[1] * numbers[2] == 0) Py_RETURN_NONE;
-  const LaunchConfig config = {static_cast<unsigned>(numbers[0]),
-                               static_cast<unsigned>(numbers[1]),
-                               static_cast<unsigned>(numbers[2]),
-                               kernel->threads,
-                               1,
-                               1,
-                               kernel->shared,
-                               reinterpret_cast<void*>(numbers[3]),
-                               nullptr,
-                               0};
-  PyThreadState* const state = PyEval_SaveThread();  // the driver waits if its queue is full
-  const Result result = cuda->launch(&config, kernel->function, parameters.places, nullptr);
-  PyEval_RestoreThread(state);
-  if (!is_well(*cuda, result, "cuLaunchKernelEx")) return nullptr;
+  const auto size = [&numbers](int i) { return static_cast<unsigned>(numbers[i]); };
+  const LaunchConfig config = {size(0), size(1), size(2),        kernel->threads,
+                               1,       1,       kernel->shared, reinterpret_cast<void*>(numbers[3]),
+                               nullptr, 0};
+  const auto start = [&] {
+    const python::Released released;  // the driver waits if its queue is full
+    return cuda->launch(&config, kernel->function, parameters.places, nullptr);
+  };
+  if (!is_well(*cuda, start(), "cuLaunchKernelEx")) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -451,29 +429,25 @@ PyObject* make_kernel(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OIIisO!", &code, &threads, &shared, &device, &layout, &PyTuple_Type, &recipes))
     return nullptr;
   auto* const kernel = new Kernel{nullptr, threads, shared, device, layout, {}};
-  PyObject* const capsule = PyCapsule_New(kernel, kKernel, destroy);
-  if (capsule == nullptr) {
+  const Object capsule(PyCapsule_New(kernel, kKernel, destroy));
+  if (!capsule) {
     delete kernel;
     return nullptr;
   }
-  const auto fail = [capsule]() -> PyObject* {
-    Py_DECREF(capsule);
-    return nullptr;
-  };
-  if (!read_recipes(recipes, *kernel)) return fail();
+  if (!read_recipes(recipes, *kernel)) return nullptr;
   if (!is_layout(*kernel)) {
     PyErr_Format(PyExc_ValueError, "expected a parameter layout with one recipe per descriptor, got %s", layout);
-    return fail();
+    return nullptr;
   }
   if (PyLong_Check(code)) {
     kernel->function = reinterpret_cast<void*>(PyLong_AsUnsignedLongLong(code));
-    if (PyErr_Occurred()) return fail();
+    if (PyErr_Occurred()) return nullptr;
   } else if (PyTuple_Check(code)) {
     PyObject* image = nullptr;
     const char* name = nullptr;
-    if (!PyArg_ParseTuple(code, "O!s", &PyBytes_Type, &image, &name)) return fail();
+    if (!PyArg_ParseTuple(code, "O!s", &PyBytes_Type, &image, &name)) return nullptr;
     const Driver* const cuda = driver();
-    if (cuda == nullptr || !enter_context(*cuda, device)) return fail();
+    if (cuda == nullptr || !enter_context(*cuda, device)) return nullptr;
     void* module = nullptr;
     int limit = 0, own = 0, most = 0;
     if (!is_well(*cuda, cuda->load_module(&module, PyBytes_AsString(image)), "cuModuleLoadData") ||
@@ -481,27 +455,25 @@ PyObject* make_kernel(PyObject*, PyObject* arguments) {
         !is_well(*cuda, cuda->device_attribute(&limit, kSharedOptIn, device), "cuDeviceGetAttribute") ||
         !is_well(*cuda, cuda->function_attribute(&own, kStaticShared, kernel->function), "cuFuncGetAttribute") ||
         !is_well(*cuda, cuda->function_attribute(&most, kMaxThreads, kernel->function), "cuFuncGetAttribute"))
-      return fail();
+      return nullptr;
     if (shared > static_cast<unsigned>(limit) || threads > static_cast<unsigned>(most)) {
       PyErr_Format(PyExc_RuntimeError,
                    "the device has %d bytes of shared memory and %d threads per block, but the kernel needs %u and %u",
                    limit, most, shared, threads);
-      return fail();
+      return nullptr;
     }
     if (shared > kDefaultShared &&
         (!is_well(*cuda, cuda->set_cache_config(kernel->function, kPreferShared), "cuFuncSetCacheConfig") ||
          !is_well(*cuda, cuda->set_function_attribute(kernel->function, kMaxDynamicShared, limit - own),
                   "cuFuncSetAttribute")))
-      return fail();
+      return nullptr;
   } else {
     PyErr_SetString(PyExc_TypeError, "expected the address of a function, or (cubin, name)");
-    return fail();
+    return nullptr;
   }
   static PyMethodDef method = {"launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(launch)),
                                METH_FASTCALL, "(grid_x, grid_y, grid_z, stream, *arguments): launches the kernel."};
-  PyObject* const function = PyCFunction_New(&method, capsule);
-  Py_DECREF(capsule);
-  return function;
+  return PyCFunction_New(&method, capsule.get());
 }
 
 PyMethodDef methods[] = {
