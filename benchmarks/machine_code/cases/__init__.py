@@ -3,6 +3,10 @@
 A module whose kernels are only for some architectures lists them in ARCHITECTURES.
 """
 
+from collections.abc import Collection
+
+import torch
+
 # For stems with too many cases for a reader, the pattern that selects those of `--usual` by their titles.
 USUAL = {
     "add_layer_norm": r"bf16 d(512|4096) residual\+affine\+dropout|bf16 d(1024|4096) fp32 residual"
@@ -17,3 +21,8 @@ USUAL = {
     "quantized_linear": "",
     "rotary": r"bf16 d64 (half|interleaved|of 32 half)|fp32 d64 half",
 }
+
+
+def dropout_of(options: Collection[str]) -> tuple[float, torch.Tensor | None]:
+    """Returns (dropout_p, dropout_seed) of a call with these options."""
+    return (0.1, torch.empty(2, dtype=torch.int64, device="cuda")) if "dropout" in options else (0.0, None)

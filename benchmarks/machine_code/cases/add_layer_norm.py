@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
+
+from benchmarks.machine_code.cases import dropout_of
 
 
 def add_layer_norm_call(
@@ -17,18 +20,14 @@ def add_layer_norm_call(
     from fastformer.kernels import add_layer_norm as kernels
 
     def call() -> None:
-        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
+        new = functools.partial(torch.empty, dtype=dtype, device="cuda")
         x, affine, rms_norm = new(rows, dim), "affine" in options, "rms norm" in options
         has_bias = affine and not rms_norm
         stream = torch.float32 if "fp32 residual" in options else dtype
         residual = new(rows, dim, dtype=stream) if {"residual", "fp32 residual"} & set(options) else None
         weight = new(dim, dtype=stream) if affine else None
         bias = new(dim, dtype=stream) if has_bias else None
-        dropout: tuple[float, torch.Tensor | None] = (
-            (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
-        )
+        dropout = dropout_of(options)
         y, s, mean, rstd = kernels.add_layer_norm_fwd(x, residual, weight, bias, 1e-5, *dropout, rms_norm)
         if dim > 8192:
             return

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
 
+from benchmarks.machine_code.cases import dropout_of
+
 
 def attention_call(
-    dtype: torch.dtype,
-    head_dim: int,
-    options: tuple[str, ...],
-    seqlen: int,
-    deterministic: bool = False,
-    *,
-    generic: bool = True,
-    queries: int | None = None,
-) -> Callable[[], object]:
+    dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False, *,
+    generic: bool = True, queries: int | None = None,
+) -> Callable[[], object]:  # fmt: skip
     """Makes a forward and a backward call of the attention launchers with these options.
 
     generic: whether the generic kernels run on all devices; otherwise the device's own run.
@@ -30,13 +27,9 @@ def attention_call(
     def call() -> None:
         batch, heads, kv_heads = 2, 8, 4 if "gqa" in options else 8
 
-        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
+        new = functools.partial(torch.empty, dtype=dtype, device="cuda")
         window = (100 if "window" in options else None, 0 if {"causal", "window"} & set(options) else None)
-        dropout: tuple[float, torch.Tensor | None] = (
-            (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
-        )
+        dropout = dropout_of(options)
         softcap = 50.0 if "softcap" in options else 0.0
         with contextlib.ExitStack() as stack:
             stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())

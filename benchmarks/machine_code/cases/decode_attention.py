@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
 
 def decode_call(
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    batch: int = 4,
-    heads: int = 8,
-    kv_heads: int = 8,
-    seqlen_q: int = 1,
-    seqlen_new: int = 0,
-    max_seqlen: int = 2048,
-    table: bool = True,
-    beams: int = 0,
-    window_left: int | None = None,
-    rotary: str | None = None,
-    softcap: float = 0.0,
-) -> Callable[[], object]:
+    dtype: torch.dtype, head_dim: int, *, batch: int = 4, heads: int = 8, kv_heads: int = 8, seqlen_q: int = 1,
+    seqlen_new: int = 0, max_seqlen: int = 2048, table: bool = True, beams: int = 0, window_left: int | None = None,
+    rotary: str | None = None, softcap: float = 0.0,
+) -> Callable[[], object]:  # fmt: skip
     """Makes a call of the launcher.
 
     Args:
@@ -32,9 +22,7 @@ def decode_call(
     from fastformer.kernels import decode_attention as kernels
 
     def call() -> None:
-        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
+        new = functools.partial(torch.empty, dtype=dtype, device="cuda")
         rows = batch // beams if beams else batch
         cache = (rows * max_seqlen // 16, 16) if table else (rows, max_seqlen)
         k_cache, v_cache = new(*cache, kv_heads, head_dim), new(*cache, kv_heads, head_dim)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from benchmarks.machine_code.cases import dropout_of
+
 ALL = ("positions", "dropout")
 
 
@@ -19,8 +21,7 @@ def embedding_call(dtype: torch.dtype, dim: int, options: tuple[str, ...] = ALL)
         weight = torch.empty(vocab_size, dim, dtype=dtype, device="cuda")
         positions = ids if "given" in options else None
         table = torch.empty(1024, dim, device="cuda") if set(options) - {"dropout"} else None
-        seed = torch.empty(2, dtype=torch.int64, device="cuda")
-        dropout: tuple[float, torch.Tensor | None] = (0.1, seed) if "dropout" in options else (0.0, None)
+        dropout = dropout_of(options)
         out = kernels.embedding_fwd(ids, weight, table, positions, dim**0.5, 0, *dropout, False)
         num_positions = 0 if table is None else 1024
         for atomics in (False, True):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+
+from benchmarks.machine_code.cases import dropout_of
 
 
 def feed_forward_call(
@@ -18,16 +21,12 @@ def feed_forward_call(
     from fastformer.kernels import feed_forward as kernels
 
     def call() -> None:
-        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
+        new = functools.partial(torch.empty, dtype=dtype, device="cuda")
         hidden_dim = 4 * dim
         columns = 2 * hidden_dim if activation == "swiglu" else hidden_dim
         bias = "no bias" not in options
         weights = (new(columns, dim), new(columns) if bias else None, new(dim, hidden_dim))
-        dropout: tuple[float, torch.Tensor | None] = (
-            (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
-        )
+        dropout = dropout_of(options)
         x = new(rows, dim)
         with mock.patch.object(kernels, "fuses", (lambda *_: False) if "cublas" in options else kernels.fuses):
             learns = "inference" not in options

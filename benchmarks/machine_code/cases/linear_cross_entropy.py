@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,9 +15,7 @@ def linear_cross_entropy_call(
     from fastformer.kernels import linear_cross_entropy as kernels
 
     def call() -> None:
-        def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
+        new = functools.partial(torch.empty, dtype=dtype, device="cuda")
         x, weight, target = new(rows, dim), new(vocab_size, dim), new(rows, dtype=torch.int64)
         bias = new(vocab_size) if "bias" in options else None
         smoothing = (0.1 if "smooth" in options else 0.0, False)
