@@ -44,7 +44,7 @@ from typing import Any
 
 from benchmarks.gpu.warm import PlanStep, has_device, import_ahead, listed, spawn
 from benchmarks.measure import record
-from benchmarks.measure.commands import parser_of
+from benchmarks.measure.commands import parser_of, refuse_interpreter
 
 
 def limit_of(step: PlanStep) -> float:
@@ -233,8 +233,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "status":
         return status(options.out, options.wait, options.copy, todo)
-    if options.command in ("rehearse", "compile") and os.environ.get("TRITON_INTERPRET") == "1":
-        parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
+    if options.command in ("rehearse", "compile"):
+        refuse_interpreter(parser)
     if options.command == "rehearse":
         from benchmarks.gpu.rehearsal import rehearse
 

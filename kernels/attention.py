@@ -180,8 +180,9 @@ def plan_forward(
         (0 if packed else problem.num_heads * num_rows, num_rows), mask_strides(attn_mask),
     )  # fmt: skip
     seqlens = problem.seqlen_q, problem.seqlen_k
-    window, softmax_scale, drop = problem.window, problem.softmax_scale, problem.dropout[1:]
-    softcap = problem.softcap
+    window, softmax_scale, softcap = problem.window, problem.softmax_scale, problem.softcap
+    seed, *drop = problem.dropout
+    drops = seed is not None
     is_empty = q.numel() == 0 or problem.seqlen_q == 0
     hopper = _attention_hopper.plan_forward(problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop)))
     run = Launch(
@@ -204,7 +205,8 @@ def plan_forward(
             lse = q.new_empty(lse_shape, dtype=torch.float32)
         if is_empty:
             return out, lse
-        lengths, dropout = (seqlens_q, seqlens_k, *seqlens), (dropout_seed, *drop)
+        lengths = contiguous(seqlens_q), contiguous(seqlens_k), *seqlens
+        dropout = contiguous(dropout_seed) if drops else None, *drop
         if by_hopper and work_counter is None:
             _attention_hopper.launch_forward(hopper, q, k, v, out, lse, lengths, dropout)
         else:
@@ -247,14 +249,12 @@ def plan_attention_fwd(
         return _few_queries.plan_few_queries(q, k, v, attn_mask, seqlens_k, *options)
     problem = describe_dense(q, k, seqlens_k, *options)
     forward = plan_forward(q, k, v, attn_mask, problem)
-    drops = problem.dropout[0] is not None
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, _scale: float,
         _left: int | None, _right: int | None, _p: float, dropout_seed: Tensor | None, *_: object,
     ) -> Any:  # fmt: skip
-        seed = contiguous(dropout_seed) if drops else None
-        return forward(q, k, v, attn_mask, None, contiguous(seqlens_k), seed)
+        return forward(q, k, v, attn_mask, None, seqlens_k, dropout_seed)
 
     return run
 
@@ -274,15 +274,13 @@ def plan_attention_bwd(
         q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap
     )
     backward = plan_backward(dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad)
-    drops = problem.dropout[0] is not None
 
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None,
         seqlens_k: Tensor | None, _scale: float, _left: int | None, _right: int | None, _p: float,
         dropout_seed: Tensor | None, *_: object,
     ) -> Any:  # fmt: skip
-        seed = contiguous(dropout_seed) if drops else None
-        return backward(dout, q, k, v, out, lse, attn_mask, None, contiguous(seqlens_k), seed)
+        return backward(dout, q, k, v, out, lse, attn_mask, None, seqlens_k, dropout_seed)
 
     return run
 
@@ -298,14 +296,12 @@ def plan_varlen_attention_fwd(
     """Plans `varlen_attention_fwd` for calls of this geometry. The options are the schema's, from max_seqlen_q on."""
     problem = describe(q, k, "packed", cu_seqlens_q, cu_seqlens_k, *options)
     forward = plan_forward(q, k, v, None, problem)
-    drops = problem.dropout[0] is not None
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, _max_q: int, _max_k: int,
         _scale: float, _left: int | None, _right: int | None, _p: float, dropout_seed: Tensor | None, *_: object,
     ) -> Any:  # fmt: skip
-        seed = contiguous(dropout_seed) if drops else None
-        return forward(q, k, v, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)
+        return forward(q, k, v, None, cu_seqlens_q, cu_seqlens_k, dropout_seed)
 
     return run
 
@@ -322,15 +318,13 @@ def plan_varlen_attention_bwd(
     """Plans `varlen_attention_bwd` for calls of this geometry. The options are the schema's, from max_seqlen_q on."""
     problem = describe(q, k, "packed", cu_seqlens_q, cu_seqlens_k, *options)
     backward = plan_backward(dout, q, k, v, out, lse, None, problem, False)
-    drops = problem.dropout[0] is not None
 
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor, _max_q: int, _max_k: int, _scale: float, _left: int | None, _right: int | None,
         _p: float, dropout_seed: Tensor | None, *_: object,
     ) -> Any:  # fmt: skip
-        seed = contiguous(dropout_seed) if drops else None
-        return backward(dout, q, k, v, out, lse, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)[:3]
+        return backward(dout, q, k, v, out, lse, None, cu_seqlens_q, cu_seqlens_k, dropout_seed)[:3]
 
     return run
 

@@ -56,7 +56,7 @@ from fastformer.kernels._attention_common import (
 from fastformer.kernels._attention_configs import Config, backward_config, call_of, choose_dq_config, tile_of
 from fastformer.kernels._attention_dq import _dq_kernel
 from fastformer.kernels._dropout import keep_mask_tile, kept_or_zero, load_dropout
-from fastformer.kernels._launch import Launch, architecture, cdiv, stride_unit
+from fastformer.kernels._launch import Launch, architecture, cdiv, contiguous, stride_unit
 
 
 def _dkdv_products(arguments: dict[str, Any]) -> list[int]:
@@ -287,11 +287,10 @@ def plan_backward(
     )  # fmt: skip
 
     seqlens = problem.seqlen_q, problem.seqlen_k
-    window, softmax_scale, drop = problem.window, problem.softmax_scale, problem.dropout[1:]
-    softcap = problem.softcap
-    strides = (
-        *(plane_strides(x.stride(), packed, unit) for x in (q, k, v, dout)), q_strides,
-    )  # fmt: skip
+    window, softmax_scale, softcap = problem.window, problem.softmax_scale, problem.softcap
+    seed, *drop = problem.dropout
+    drops = seed is not None
+    strides = *(plane_strides(x.stride(), packed, unit) for x in (q, k, v, dout)), q_strides
     lse_strides = 0 if packed else lse.stride(0), lse.stride(-2)
     kv_strides = plane_strides(contiguous_strides(per_head), packed, unit)
     mask_steps = mask_strides(attn_mask)
@@ -338,11 +337,10 @@ def plan_backward(
         delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
         run_rows(out, dout, lse, delta, row_lse, dq if adds else None, num_heads, rows, rows_blocks, *row_strides)
         mask = mask_bytes(attn_mask)
-        lengths, dropout = (seqlens_q, seqlens_k, *seqlens), (dropout_seed, *drop)
+        lengths = contiguous(seqlens_q), contiguous(seqlens_k), *seqlens
+        dropout = contiguous(dropout_seed) if drops else None, *drop
         if by_hopper and work_counter is None:
-            _attention_hopper.launch_backward(
-                hopper, dout, q, k, v, row_lse, delta, dq, dk, dv, lengths, dropout
-            )  # fmt: skip
+            _attention_hopper.launch_backward(hopper, dout, q, k, v, row_lse, delta, dq, dk, dv, lengths, dropout)
         else:
             run_dkdv(
                 q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, dmask, work_counter,

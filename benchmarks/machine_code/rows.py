@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.measure import record
+
 LoopLine = dict[str, Any]  # the figures of one loop, by name
 
 
@@ -33,15 +35,13 @@ def merge(path: Path, rows: list[MachineCodeRow], archs: list[int], stems: list[
     """Writes rows, one JSON line each; they replace the file's rows of the same compilers, archs and ops."""
     import triton
 
-    lines = path.read_text().splitlines() if path.exists() else []
-    old_lines = [
+    lines = [
         line
-        for line in map(json.loads, lines)
+        for line in (record.read(path) if path.exists() else [])
         if not (line["triton"] == triton.__version__ and line["arch"] in archs and line["op"] in stems)
     ]
-    ordered = sorted(
-        old_lines + [row._asdict() for row in rows], key=lambda line: (line["triton"], line["arch"], line["op"])
-    )
+    lines += [row._asdict() for row in rows]
+    ordered = sorted(lines, key=lambda line: (line["triton"], line["arch"], line["op"]))
     path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in ordered))
 
 
