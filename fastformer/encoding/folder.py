@@ -480,7 +480,7 @@ def _prompts(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     default = settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(prompt, str | None) for prompt in prompts.values()):
         raise ValueError(f"expected {folder / _SETTINGS} to have prompts by name, got {prompts!r:.60}")
-    if default is not None and default not in (known := [*prompts, *TASKS]):
+    if default is not None and default not in (known := [*dict.fromkeys([*prompts, *TASKS])]):
         hint = suggestion(str(default), known)
         raise ValueError(
             f"expected {folder / _SETTINGS} to have a default_prompt_name in {known}, got {default!r}{hint}"
