@@ -181,8 +181,7 @@ def plan_forward(
     )  # fmt: skip
     seqlens = problem.seqlen_q, problem.seqlen_k
     window, softmax_scale, softcap = problem.window, problem.softmax_scale, problem.softcap
-    seed, *drop = problem.dropout
-    drops = seed is not None
+    drops, drop = problem.dropout[0] is not None, problem.dropout[1:]
     is_empty = q.numel() == 0 or problem.seqlen_q == 0
     hopper = _attention_hopper.plan_forward(problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop)))
     run = Launch(

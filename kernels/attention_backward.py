@@ -288,8 +288,7 @@ def plan_backward(
 
     seqlens = problem.seqlen_q, problem.seqlen_k
     window, softmax_scale, softcap = problem.window, problem.softmax_scale, problem.softcap
-    seed, *drop = problem.dropout
-    drops = seed is not None
+    drops, drop = problem.dropout[0] is not None, problem.dropout[1:]
     strides = *(plane_strides(x.stride(), packed, unit) for x in (q, k, v, dout)), q_strides
     lse_strides = 0 if packed else lse.stride(0), lse.stride(-2)
     kv_strides = plane_strides(contiguous_strides(per_head), packed, unit)
