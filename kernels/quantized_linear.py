@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.kernels._launch import cdiv, launch, next_power_of_2, num_sms, unsupported_products
+from fastformer.kernels._launch import cdiv, contiguous, launch, next_power_of_2, num_sms, unsupported_products
 
 # The number of rows of each product; the even and the odd columns of int4 have one each.
 PRODUCTS = {"_quantized_linear_kernel": lambda a: [a["BLOCK_M"]] * (2 if a["IS_INT4"] else 1)}
@@ -94,7 +94,7 @@ def quantized_linear(
 ) -> Tensor:
     """Computes x (rows, depth) times the transpose of a quantised matrix: see `ops.quantized_linear`."""
     (num_rows, depth), num_columns = x.shape, q.shape[0]
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x, bias = x if x.stride(1) == 1 else x.contiguous(), contiguous(bias)
     out = x.new_empty(num_rows, num_columns, dtype=torch.float32 if is_wide else x.dtype)
     is_int4 = q.dtype == torch.uint8
     block_k = 128  # a line of the cache in int8

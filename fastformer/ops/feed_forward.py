@@ -240,7 +240,7 @@ def feed_forward(
     Raises:
         ValueError: shapes or dtypes don't agree, the activation is unknown, or dropout_p is outside [0, 1].
     """
-    if not dropout_p and (copy := acting_copy(x, weight1)) is not None:
+    if not dropout_p and (copy := acting_copy(x, weight1, bias1)) is not None:
         pre = quantized_linear(x, copy, bias1, is_wide=True)
         return linear(_activate(pre, activation).to(x.dtype), weight2, bias2)
     if not torch.compiler.is_compiling() and type(x) is Tensor and x.dim() == 2:

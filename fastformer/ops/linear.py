@@ -143,7 +143,7 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """Computes `linear` for any arguments of `F.linear`, which raises its own errors for those that don't fit."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    if (copy := acting_copy(x, weight)) is not None:
+    if (copy := acting_copy(x, weight, bias)) is not None:
         return quantized_linear(x, copy, bias)
     if not runs_as_op(x, weight, bias):
         if recorders:

@@ -149,11 +149,16 @@ class QuantizedWeights:
 _acting: ContextVar[QuantizedWeights | None] = ContextVar("fastformer_quantized_weights", default=None)
 
 
-def acting_copy(x: Tensor, weight: Tensor) -> QuantizedMatrix | None:
-    """Returns the quantised copy by which a call multiplies; None: it multiplies the weight itself."""
+def acting_copy(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> QuantizedMatrix | None:
+    """Returns the quantised copy by which a call multiplies; None: it multiplies the weight itself.
+
+    That is so for arguments that don't fit, too: `F.linear` raises its own errors.
+    """
     if torch.compiler.is_compiling():
         return None
     weights = _acting.get()
-    if weights is None or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
+    if weights is None or x.shape[-1:] != weight.shape[1:] or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]:
+        return None
+    if x.dtype != weight.dtype or not (bias is None or (bias.shape, bias.dtype) == (weight.shape[:1], x.dtype)):
         return None
     return weights.find(weight)

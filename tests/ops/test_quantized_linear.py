@@ -12,6 +12,7 @@ from fastformer import ops
 from fastformer.models import GPT
 from fastformer.models.quantization import from_grid, quantized_weights, to_grid
 from fastformer.ops import record_backends
+from fastformer.ops.linear import unchecked_linear
 from fastformer.ops.quantized_linear import MOST_ROWS, QuantizedMatrix, QuantizedWeights, dequantized, why_no_kernel
 from tests.checks import assert_accurate
 from tests.generation.weights import CONFIGS, drawn
@@ -80,6 +81,17 @@ def test_other_calls_read_the_weight(kind, weight, copies) -> None:
         found = call(x, used)
     assert OP not in ran
     torch.testing.assert_close(found, F.linear(x, used))
+
+
+@pytest.mark.parametrize("kind", ["width", "dtype", "bias", "dtype of the bias", "no dimension"])
+def test_arguments_that_do_not_fit_get_pytorchs_errors(kind, weight, copies) -> None:
+    x = torch.randn(5, 16 if kind == "width" else 32, dtype=torch.float32 if kind == "dtype" else torch.bfloat16)
+    bias = torch.randn(7 if kind == "bias" else 48, dtype=torch.float16 if kind.startswith("dtype of") else x.dtype)
+    if kind == "no dimension":
+        x = x[0, 0]
+    with copies.acting(), record_backends() as ran, pytest.raises(RuntimeError):
+        unchecked_linear(x, weight, bias)
+    assert OP not in ran
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"])
