@@ -255,4 +255,6 @@ def test_every_launch_equals_tritons_byte_for_byte(size: str, tmp_path: Path) ->
             [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
         assert proc.returncode == 0, proc.stdout + proc.stderr
-    assert proc.stdout.isascii() and int(proc.stdout) == len(list(BinaryFile(tmp_path / "sm_90.kernels").keys())) > 15
+    *unlike, count = proc.stdout.splitlines()
+    keys = set(BinaryFile(tmp_path / "sm_90.kernels").keys())
+    assert not unlike and int(count) >= len(keys) > 15  # two ops may share a launch
