@@ -58,7 +58,18 @@ def test_few_rows_read_the_copy(weight, copies) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["columns", "the transpose", "a neighbour", "beyond", "between rows", "many rows", "compiled", "no rows"]
+    "kind",
+    [
+        "columns",
+        "the transpose",
+        "a square's transpose",
+        "a neighbour",
+        "beyond",
+        "between rows",
+        "many rows",
+        "compiled",
+        "no rows",
+    ],
 )
 def test_other_calls_read_the_weight(kind, weight, copies) -> None:
     x = torch.randn(MOST_ROWS + 1 if kind == "many rows" else 0 if kind == "no rows" else 5, 32).bfloat16()
@@ -67,6 +78,9 @@ def test_other_calls_read_the_weight(kind, weight, copies) -> None:
         used, x = weight[:, :16], x[:, :16]
     elif kind == "the transpose":
         used, x = weight.t(), torch.randn(5, 48).bfloat16()
+    elif kind == "a square's transpose":
+        square = torch.randn(32, 32).bfloat16()
+        copies, used = QuantizedWeights([(square, QuantizedMatrix(*to_grid(square)))]), square.t()
     elif kind == "a neighbour":  # in memory right behind the weight of other copies
         both = torch.cat((weight, weight))
         copies, used = QuantizedWeights([(both[:48], QuantizedMatrix(*to_grid(weight)))]), both[48:]
@@ -153,3 +167,14 @@ def test_an_old_gpu_has_no_kernel(monkeypatch) -> None:
     for arch, is_old in ((75, True), (90, False)):
         monkeypatch.setattr(launch, "architecture", lambda x, arch=arch: arch)
         assert ("8.0" in (why_no_kernel(weight) or "")) is is_old
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_changed_weight_is_rounded_again(precision) -> None:
+    model = drawn(GPT, **CONFIGS["gpt"][1]).bfloat16().quantize(precision)
+    weight = model.decoder.layers[0].linear1.weight
+    with torch.no_grad():
+        weight.mul_(-2)
+    matrix = quantized_weights(model).find(weight)
+    assert matrix is not None
+    assert (numbers_of(matrix, weight) - weight).norm() < 0.2 * weight.norm()
