@@ -250,6 +250,7 @@ BENCHMARKS = [
             "fastformer graph": graph_step("fastformer"),
             "torch.compile graph": graph_step("torch.compile"),
         },
+        also_ours=("fastformer graph",),
         only_on={"fastformer graph": "cuda", "torch.compile graph": "cuda"},
         modes=("step",),
         without_dropout=lambda shape: None,  # "loss" checks it; torch.compile would take minutes
