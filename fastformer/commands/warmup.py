@@ -44,6 +44,7 @@ def warmup(
 
     from fastformer.checkpoints import load_model
     from fastformer.devices import choose_device
+    from fastformer.generation.engines import rounded_for_steps
     from fastformer.generation.model_protocols import DTYPES
 
     if batch_size < 1 or length < 1:
@@ -52,6 +53,7 @@ def warmup(
     if place.type != "cuda":
         raise ValueError(f"expected a GPU, got {place}: kernels for CPUs were compiled when fastformer was installed")
     model, _ = load_model(run, ("Transformer", "GPT", "BERT"), device=place, dtype=DTYPES.get(precision or ""))
+    model = rounded_for_steps(model, precision)
     from fastformer.kernels import _launch
 
     made: list[Resolved] = []

@@ -46,6 +46,7 @@ from fastformer.integrations.as_made import guards_of, tables_of, why_not_as_mad
 from fastformer.integrations.conversion import convert, from_huggingface, settings_of
 from fastformer.integrations.replace import forget_restored_forwards, original_class
 from fastformer.models import GPT, Transformer
+from fastformer.models.quantization import QUANTIZED
 
 # The max_len of a model whose positions have no limit: the engine counts tokens in 32 bits.
 NO_END = 2**20
@@ -200,8 +201,9 @@ class EngineModel(FoundModel[PackedWeights]):
         found = self.weights_before(model, precision) if has_graphs(self.device) else None
         if has_graphs(self.device) and found is None:
             size, free = sum({id(one): one.nbytes for one in self.guards.tensors}.values()), free_bytes(self.device)
+            size *= 2 if precision in QUANTIZED else 1  # for a moment, before and after rounding
             if size > free // 2:  # the rest is for keys and values
-                raise UnfitError(f"a copy of its {size >> 20} MiB would take more than half of {free >> 20} MiB free")
+                raise UnfitError(f"a copy that takes {size >> 20} MiB is more than half of {free >> 20} MiB free")
         found = found or self.weights(model, precision)
         return ForeignEngine(found, precision) if found.weights is not None else ForeignGraphEngine(found.shape)
 

@@ -18,7 +18,7 @@ from fastformer.cache import KVCache
 from fastformer.data import ByteTokenizer
 from fastformer.engine.frozen import repack
 from fastformer.generation import Generator, Translator, generate
-from fastformer.generation.engines import choose_engine
+from fastformer.generation.engines import choose_engine, rounded_for_steps
 from fastformer.generation.engines import graph as graph_module
 from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp import CppEngine
@@ -190,6 +190,12 @@ def test_a_precision_that_steps_lack_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"quantize.*{precision}"):
             choose_engine(model, precision=precision)
+
+
+def test_a_folder_in_int8_that_is_asked_for_int4_is_rounded_again() -> None:
+    model = quantized("gpt", "int8")
+    assert rounded_for_steps(model, "int8") is model and rounded_for_steps(model, None) is model
+    assert rounded_for_steps(model, "int4").precision == "int4"
 
 
 @pytest.mark.parametrize("precision, dtype", [("int8", torch.float32), ("int4", torch.float16)], ids=str)

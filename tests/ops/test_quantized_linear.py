@@ -126,6 +126,18 @@ def test_a_feed_forward_network_reads_both_copies(activation) -> None:
     assert_accurate(found, plain, exact)
 
 
+def test_compiled_calls_read_the_weight(weight, copies) -> None:
+    """The compiler can't trace which copies act."""
+    x, second = torch.randn(3, 32).bfloat16(), torch.randn(32, 48).bfloat16()
+    network = torch.compile(lambda: ops.feed_forward(x, weight, None, second, None), backend="eager", fullgraph=True)
+    best = torch.compile(lambda: ops.linear_topk(x, weight, 2), backend="eager", fullgraph=True)
+    with copies.acting(), record_backends() as ran:
+        found = network(), best()
+    assert OP not in ran
+    assert torch.equal(found[0], ops.feed_forward(x, weight, None, second, None))
+    assert torch.equal(found[1].values, ops.linear_topk(x, weight, 2).values)
+
+
 @pytest.mark.parametrize("log_probs", [True, False])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_the_best_tokens_are_chosen_from_unrounded_sums(softcap, log_probs, weight, copies) -> None:
