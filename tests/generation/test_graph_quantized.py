@@ -54,10 +54,12 @@ def quantized(name: str, precision: str, dtype: torch.dtype = torch.bfloat16) ->
     return drawn(kind, **options).to(dtype).quantize(precision)
 
 
-def decoded(model: Any, **options: Any) -> tuple[list[list[int]], set[str]]:
+def decoded(
+    model: Any, sources: list[list[int]] = SOURCES, steps: int = 8, **options: Any
+) -> tuple[list[list[int]], set[str]]:
     """Returns the new tokens, and the backends of the products of whole numbers."""
     with record_backends() as ran:
-        out = generate(model, SOURCES, max_new_tokens=8, min_new_tokens=8, **options)
+        out = generate(model, sources, max_new_tokens=steps, min_new_tokens=steps, **options)
     return out.tolist(), {backend for op, backend in ran if op == "quantized_linear"}
 
 
@@ -222,6 +224,6 @@ def test_steps_of_triton_kernels_give_the_same_tokens() -> None:
     pytest.importorskip("triton")
     model = quantized("gpt", "int8", torch.float16)
     with use_backend("reference"):
-        expected = decoded(model)[0]
-    with use_backend("triton"):
-        assert decoded(copy.deepcopy(model)) == (expected, {"triton"})  # without the graphs of the first call
+        expected = decoded(model, SOURCES[:2], 3)[0]
+    with use_backend("triton"):  # without the graphs of the first call
+        assert decoded(copy.deepcopy(model), SOURCES[:2], 3) == (expected, {"triton"})
