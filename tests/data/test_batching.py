@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastformer.data import Example, Examples
@@ -168,6 +168,7 @@ def test_weights_are_the_number_of_times_an_epoch_has_an_example(batching) -> No
 COSTS = st.lists(st.floats(0, 1e6), max_size=40)
 
 
+@settings(deadline=None)
 @given(COSTS, st.integers(1, 9))
 def test_each_batch_is_assigned_once_and_counts_are_equal(costs, world) -> None:
     shares = balance(costs, world)
@@ -176,6 +177,7 @@ def test_each_batch_is_assigned_once_and_counts_are_equal(costs, world) -> None:
     assert len(counts) == world and max(counts) - min(counts) <= (len(costs) % world > 0)
 
 
+@settings(deadline=None)
 @given(COSTS.filter(len), st.integers(2, 9))
 def test_work_is_similar_and_no_share_is_far_above_the_mean(costs, world) -> None:
     shares = balance(costs, world)
@@ -196,6 +198,7 @@ def test_no_process_is_refused() -> None:
         balance([1.0], 0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=8))
 def test_cost_grows_with_tokens_padding_and_length(sides) -> None:
     lengths = torch.tensor(sides)

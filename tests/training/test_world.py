@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -69,6 +69,7 @@ def test_cuda_graphs_are_for_one_process(config, tmp_path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=4, max_size=12), st.integers(2, 4))
 def test_all_processes_together_make_the_update_of_one(sides, size) -> None:
     class Model:
