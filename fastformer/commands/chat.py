@@ -72,7 +72,7 @@ def chat(
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         draft: the folder of a smaller model with the same tokenizer, which drafts tokens; the answers are the same
         adapter: the folder of a LoRA adapter, as peft saves it, with which the model answers
-        precision: convert the weights to this; in int8 and int4, auto is a CPU; by default they stay as they were saved
+        precision: convert the weights to this (auto runs int8 and int4 on a CPU); by default they stay as they were
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
         options: the flags of decoding
     """

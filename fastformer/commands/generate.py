@@ -79,7 +79,7 @@ def generate(
         adapter: the folder of a LoRA adapter, as peft saves it, with which the model decodes
         on_error: at a line that is too long or not UTF-8, stop, or skip it with an empty line instead and a warning
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: convert the weights to this; in int8 and int4, auto is a CPU; by default they stay as they were saved
+        precision: convert the weights to this (auto runs int8 and int4 on a CPU); by default they stay as they were
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
         greedy: always choose the best token, without sampling; --num_beams above 1 searches without sampling
         cut: if a prompt leaves no room in the model's positions, use only its end, instead of raising an error

@@ -34,7 +34,7 @@ class Listening:
             only localhost and addresses on a server without keys that other machines can't reach
         access_log: write a line of JSON for each request to standard error, without its texts
         device: such as auto (a GPU if there is one), cpu, cuda or cuda:1
-        precision: convert the weights to this; in int8 and int4, auto is a CPU; by default they stay as they were saved
+        precision: convert the weights to this (auto runs int8 and int4 on a CPU); by default they stay as they were
         engine: the decoding engine; by default the fastest that can decode the model
         cache_dtype: int8 rounds the keys and values of decoding, for half of their memory; see generate
         source_lang: the default language of texts; for a model of one pair of languages, its code

@@ -86,7 +86,7 @@ def translate(
         ensemble_weights: for several runs, a weight for each, separated by commas; by default equal weights
         ensemble_mean: for several runs, the mean of their probabilities, or of their logarithms
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: convert the weights to this; in int8 and int4, auto is a CPU; by default they stay as they were saved
+        precision: convert the weights to this (auto runs int8 and int4 on a CPU); by default they stay as they were
         on_error: at a line that is too long or not UTF-8, stop, or skip it with an empty line instead and a warning
         skip_long: skip lines that are only too long
         split: cut each line into sentences, translate each, and keep the white space between them; a text in place of a

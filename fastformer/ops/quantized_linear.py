@@ -122,9 +122,6 @@ class QuantizedWeights:
         self._places = sorted(found)
         self._matrices = [found[place] for place in self._places]
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
         """Lets the ops of this block read the quantised copies."""

@@ -40,7 +40,6 @@ from fastformer.generation.model_protocols import (
     Model,
     device_of,
     dtype_precision,
-    own_precision,
 )
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.search import Sample
@@ -146,9 +145,7 @@ class GraphEngine(KVCacheEngine):
             return "relative positions are a bias on the scores, which its captured steps don't add"
         if getattr(getattr(model, "config", None), "num_experts", None) is not None:
             return "experts compute a number of tokens that the host has to know, and a graph fixes it"
-        return super().why_unsupported(
-            model, None if precision in QUANTIZED and _is_read(model, precision) else precision
-        )
+        return super().why_unsupported(model, None if _is_read(model, precision) else precision)
 
     @property
     def shapes(self) -> list[Shape]:
@@ -390,7 +387,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         cache.end_step(search.advance(values, ids, cache.step))
 
 
-def _is_read(model: object, precision: str) -> bool:
+def _is_read(model: object, precision: str | None) -> bool:
     """Returns whether steps read a model's weights in int8 or int4."""
     return (
         precision in QUANTIZED
@@ -402,7 +399,8 @@ def _is_read(model: object, precision: str) -> bool:
 
 def _quantized(model: object, precision: str | None) -> QuantizedWeights | None:
     """Returns the copies of a model's current weights for its steps; None: they read the weights themselves."""
-    if not isinstance(model, nn.Module) or not _is_read(model, precision or own_precision(model)):
+    own: str | None = getattr(model, "precision", None)
+    if not isinstance(model, nn.Module) or precision not in (None, own) or not _is_read(model, own):
         return None
     try:
         if (reason := why_no_kernel(next(model.parameters()))) is not None:
