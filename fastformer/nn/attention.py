@@ -26,6 +26,7 @@ from fastformer.nn.masks import (
     right_padding_lengths,
 )
 from fastformer.nn.norm import NormPlan, find_norm_plan
+from fastformer.ops._dispatch import copied
 from fastformer.ops.attention import attention
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.varlen_attention import varlen_attention
@@ -444,7 +445,8 @@ class MultiheadAttention(AttentionParameters):
 
     def _in_proj(self) -> tuple[Tensor | None, Tensor | None]:
         # Read once a call: a parametrised weight is computed at each access. It is None if there are three weights.
-        return self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
+        weight, bias = self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
+        return (weight, bias) if torch.compiler.is_compiling() else (copied(weight), copied(bias))
 
     def _parts(self, whole: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Returns the rows of the weight or bias for queries, and those for keys and values."""

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -448,6 +449,18 @@ AUTOCAST = {
 }
 
 
+# The copies of weights in the autocast dtype that a pass uses, by the id of the weight; see `nn.copied_weights`.
+weight_copies: ContextVar[Mapping[int, Tensor]] = ContextVar("fastformer_weight_copies", default=MappingProxyType({}))
+
+
+def copied(weight: T) -> T | Tensor:
+    """Returns the copy of a weight in the autocast dtype if a pass has one, else the argument, which may be anything.
+
+    Not for use while torch.compile traces.
+    """
+    return weight_copies.get().get(id(weight), weight)
+
+
 # Queried once, because torch.compile of PyTorch 2.11 can't trace the query.
 _AUTOCAST_DEVICES = frozenset(
     name for name in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia") if torch.amp.is_autocast_available(name)
@@ -481,6 +494,8 @@ def autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     if not _has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
+    if not torch.compiler.is_compiling():
+        tensors = tuple(map(copied, tensors))
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastformer.ops import _extension, _transforms
 from fastformer.ops._autograd import forbid_double_backward, register_autograd
 from fastformer.ops._common import check_linear, cpp_unsupported_dtype
-from fastformer.ops._dispatch import autocast, forced_backend, needs_gradient, note_backend, recorders
+from fastformer.ops._dispatch import autocast, copied, forced_backend, needs_gradient, note_backend, recorders
 from fastformer.ops._library import define_op
 from fastformer.ops.quantized_linear import acting_copy, quantized_linear
 
@@ -143,6 +143,7 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """Computes `linear` for any arguments of `F.linear`, which raises its own errors for those that don't fit."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
+    weight, bias = copied(weight), copied(bias)
     if (copy := acting_copy(x, weight, bias)) is not None:
         return quantized_linear(x, copy, bias)
     if not runs_as_op(x, weight, bias):

@@ -31,12 +31,20 @@ from fastformer.data.order import Order
 from fastformer.graphs import Graphs
 from fastformer.models.pretrained import save_model
 from fastformer.models.weights import WEIGHTS, read_notes
+from fastformer.nn.copied_weights import copied_weights
 from fastformer.special_ids import SpecialIds
 from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, model_loss
 from fastformer.training.examples import TrainingData
-from fastformer.training.graph_updates import GraphUpdates, pad_batch, size_of, wants_graphs, why_uncapturable
+from fastformer.training.graph_updates import (
+    GraphUpdates,
+    has_graphs,
+    pad_batch,
+    size_of,
+    wants_graphs,
+    why_uncapturable,
+)
 from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress, Silence
 from fastformer.training.run_log import RunLog
@@ -330,7 +338,7 @@ class Trainer:
             if config.dropout_seeds == "batch":
                 torch.manual_seed(dropout_seed(config.seed, self.step, place))
             with contextlib.nullcontext() if i + 1 == len(batches) else runner.waiting():
-                with self._autocast():
+                with self._autocast(), self._copied_weights():
                     loss = model_loss(
                         runner.module, batch, label_smoothing=config.label_smoothing, smooth_others=config.smooth_others
                     )
@@ -406,6 +414,11 @@ class Trainer:
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         dtype = AUTOCAST_DTYPES.get(self.config.precision)
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _copied_weights(self) -> contextlib.AbstractContextManager[object]:
+        # Without a launch for each, as on a CPU, copies gain nothing. Several processes send gradients as they come.
+        wanted = has_graphs(self.device) and self.world.size == 1
+        return copied_weights(self.model) if wanted else contextlib.nullcontext()
 
     def validate(self, model: nn.Module) -> Scores:
         """Computes the scores of a model on the validation data."""

@@ -140,6 +140,20 @@ def test_bf16_autocast_trains(config, tmp_path) -> None:
     assert losses(tmp_path / "plain") != losses(tmp_path / "run")
 
 
+def test_each_batch_on_a_device_of_many_launches_casts_its_weights_together(config, tmp_path, monkeypatch) -> None:
+    config = changed(config, precision="bf16", steps=2, accumulate=2, cuda_graphs=False)
+    with torch.profiler.profile() as alone:
+        start(config, tmp_path / "alone").train()
+    monkeypatch.setenv("FASTFORMER_CPU_GRAPHS", "1")
+    with torch.profiler.profile() as together:
+        start(config, tmp_path / "together").train()
+    counts = [
+        sum(event.name == "aten::_foreach_copy_" for event in found.events() or ()) for found in (alone, together)
+    ]
+    assert counts == [0, 2 * 2 * 2]
+    assert losses(tmp_path / "together") == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)
+
+
 @pytest.mark.parametrize("batching", ["random", "bucketed", "packed"])
 def test_all_batchings_train(config, tmp_path, batching) -> None:
     start(changed(config, steps=2, batching=batching), tmp_path / "run").train()

@@ -8,6 +8,7 @@ On a GPU there are steps as CUDA graphs as well; fastformer's batches are rounde
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from fastformer.baseline.transformer import sinusoids
 from fastformer.data import Batch, Example, collate
 from fastformer.graphs import Graph, Graphs
 from fastformer.models import Transformer
+from fastformer.nn.copied_weights import copied_weights
 from fastformer.training.graph_updates import pad_batch, size_of
 
 VOCAB_SIZE, LABEL_SMOOTHING = 8000, 0.1
@@ -143,7 +145,10 @@ def _batch(kind: str, shape: Shape, device: str) -> Batch:
 
 def _loss(kind: str, model: Any, batch: Batch, dtype: torch.dtype) -> Tensor:
     layouts = {"source_layout": batch.source_layout, "target_layout": batch.target_layout}
-    with torch.autocast(batch.target_in.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+    device = batch.target_in.device.type
+    # As `fastformer train` does on a GPU.
+    copies = copied_weights(model) if kind == "fastformer" and device == "cuda" else contextlib.nullcontext()
+    with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16), copies:
         loss: Tensor = model.loss(
             batch.source, batch.target_in, batch.target_out, label_smoothing=LABEL_SMOOTHING,
             **(layouts if kind == "fastformer" else {}),
