@@ -19,9 +19,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from benchmarks.measure import record
+
+Result = TypeVar("Result")
 
 # Not fastformer, which reads some settings from the environment when it is imported: steps change them.
 _SLOW_TO_IMPORT = ("numpy", "torch", "triton", "pytest")
@@ -74,27 +76,21 @@ class Child:
         self.wait(60.0)
 
 
-def _asks_a_fork(question: Callable[[], object]) -> bool:
-    pid = os.fork()
-    if not pid:
-        status = 1
-        with contextlib.suppress(BaseException):
-            status = 0 if question() else 1
-        os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+def _in_fork(function: Callable[..., Result], *arguments: object) -> Result:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def has_device() -> bool:
     """Returns whether PyTorch finds a CUDA device."""
     import torch
 
-    return _asks_a_fork(torch.cuda.is_available)
+    return _in_fork(torch.cuda.is_available)
 
 
 def listed(out: Path) -> list[PlanStep]:
     """Returns the steps, as listed by a child."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        return pool.submit(_steps, out).result()
+    return _in_fork(_steps, out)
 
 
 def _steps(out: Path) -> list[PlanStep]:
@@ -106,20 +102,19 @@ def _steps(out: Path) -> list[PlanStep]:
 def _can_use_cuda() -> bool:
     import torch
 
-    return bool(torch.zeros(1, device="cuda").item() == 0)
+    try:
+        return bool(torch.zeros(1, device="cuda").item() == 0)
+    except (AssertionError, RuntimeError):
+        return False
 
 
-def import_ahead(works: Callable[[], object] = _can_use_cuda) -> bool:
-    """Imports the packages that steps use, if they are installed. Returns whether children will be forks.
-
-    Args:
-        works: a check that has to succeed in a fork.
-    """
+def import_ahead() -> bool:
+    """Imports the packages that steps use, if they are installed. Returns whether children will be forks."""
     global _forks
     for name in _SLOW_TO_IMPORT:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    _forks = _asks_a_fork(works)
+    _forks = _in_fork(_can_use_cuda)
     return _forks
 
 
