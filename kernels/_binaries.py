@@ -16,6 +16,7 @@ import json
 import logging
 import lzma
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,15 +68,40 @@ FUSION = {"enable_fp_fusion": True}
 _MAP_TYPES = {8: 10, 9: 8, 10: 9}
 
 
-def compile_kernel(kernel: Any, signature: Signature, options: Mapping[str, Any], capability: int) -> CompiledKernel:
-    """Compiles a launch for an architecture (90 for sm_90), or takes it from Triton's cache."""
+def _source_of(kernel: Any, signature: Signature) -> Any:
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as Source
     else:
         Source = ASTSource
-    source = Source(fn=kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes)
+    return Source(fn=kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes)
+
+
+def compile_kernel(kernel: Any, signature: Signature, options: Mapping[str, Any], capability: int) -> CompiledKernel:
+    """Compiles a launch for an architecture (90 for sm_90), or takes it from Triton's cache."""
+    source = _source_of(kernel, signature)
     with inserted(kernel) as more:
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **more, **FUSION})
+
+
+def compiled_of(binary: Binary, kernel: Any, signature: Signature, capability: int) -> CompiledKernel:
+    """Returns a binary as Triton's compiler would, for Triton's own launcher. Nothing is compiled."""
+    of_compiler = {number: own for own, number in _MAP_TYPES.items()}
+    maps = [
+        {"swizzle": m[0], "elem_size": m[1], "elem_type": of_compiler.get(m[2], m[2]), "block_size": m[3],
+         "fp4_padded": False}
+        for m in binary.maps
+    ]  # fmt: skip
+    facts = {
+        "name": binary.name, "num_warps": binary.threads // 32, "shared": binary.shared, "tensordesc_meta": maps,
+        "target": GPUTarget("cuda", capability, 32).__dict__, "warp_size": 32, "num_ctas": 1, "cluster_dims": (1, 1, 1),
+        "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0, "global_scratch_align": 1,
+        "profile_scratch_size": 0, "profile_scratch_align": 1,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: Path(folder) / name for name in ("kernel.json", "kernel.cubin")}
+        paths["kernel.json"].write_text(json.dumps(facts))
+        paths["kernel.cubin"].write_bytes(binary.cubin)
+        return CompiledKernel(_source_of(kernel, signature), paths, binary.name)
 
 
 def binary_of(compiled: CompiledKernel, signature: Signature, num_args: int) -> Binary | None:

@@ -169,7 +169,7 @@ def _resolve(kernel: Any, device: int, args: tuple[object, ...], options: dict[s
     if (start := _ready.get((id(kernel), device, key))) is not None:
         return start
     make = _host.extension_function("make_kernel")  # without it, Triton's own launcher is used
-    origin, binary = "file", None if make is None else _binaries.find(arch, key)
+    origin, binary, compiled = "file", _binaries.find(arch, key), None
     if binary is None:
         origin = "compiler"
         compiled = _binaries.compile_kernel(kernel, signature, compiler_options, arch)
@@ -178,6 +178,8 @@ def _resolve(kernel: Any, device: int, args: tuple[object, ...], options: dict[s
         code = binary.cubin, binary.name
         start = make(code, binary.threads, binary.shared, device, binary.layout, binary.maps)
     else:
+        if compiled is None and binary is not None:
+            compiled = _binaries.compiled_of(binary, kernel, signature, arch)
         start = _start_by_triton(kernel, compiled, len(args), options)
     _ready[id(kernel), device, key] = start
     for watcher in watchers:

@@ -18,9 +18,11 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from benchmarks.host_time import HopperStubDriver  # noqa: E402
 from benchmarks.machine_code.stub_driver import StubDevice, library  # noqa: E402
 from fastformer.kernels import _binaries, _host, _launch  # noqa: E402
 from fastformer.kernels._binaries import Binary, BinaryFile  # noqa: E402
@@ -230,6 +232,49 @@ def test_a_launch_takes_its_binary_from_a_file(folder: Path, stub: ctypes.CDLL, 
     assert (name, arch, origin, binary) == ("_kernel", 90, "file", BINARY) and seconds > 0
     with pytest.raises(RuntimeError, match="compiler"):
         _launch.launch(kernel, (3,), x[1:], 32, 0.5, (7, 16, x), **options)
+
+
+def test_a_launch_without_the_extension_takes_its_binary_from_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Triton's own launcher then gets the binary, and nothing is compiled."""
+    loaded: list[tuple[object, ...]] = []
+    launched: list[tuple[object, ...]] = []
+
+    class Driver(HopperStubDriver):
+        def __init__(self) -> None:
+            super().__init__()
+            self.utils = SimpleNamespace(
+                get_device_properties=lambda device: {"max_shared_mem": 2**20},
+                load_binary=self.load_binary,
+                unload_module=lambda module: None,
+            )
+
+        def load_binary(self, *binary: object) -> tuple[int, ...]:
+            loaded.append(binary)
+            return 1, 2, 0, 0, 1024
+
+        def launcher_cls(self, source: Any, metadata: Any) -> Start:
+            assert source.signature["strides"] == ("i32", "i32", "*fp32") and source.fn is kernel
+            assert metadata.tensordesc_meta == [
+                {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
+            ]
+            return lambda *args: launched.append(args)
+
+    for name in ("_compiled", "_ready"):
+        monkeypatch.setattr(_launch, name, {})
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setattr(_host, "active", StubDevice(90))
+    monkeypatch.setattr(_host, "extension_function", lambda name: None)
+    monkeypatch.delattr(_binaries, "compile_kernel")
+    kernel, x = JITFunction(_kernel), torch.zeros(64)
+    args: tuple[object, ...] = (x, 32, 0.5, (7, 16, x))
+    options: dict[str, Any] = {"FLAG": True, "num_warps": 4}
+    _binaries.write(folder / _binaries.file_name(90), 90, {key(*args, **options): BINARY})
+    for _ in range(2):
+        _launch.launch(kernel, (3,), *args, **options)
+    assert loaded == [(BINARY.name, BINARY.cubin, BINARY.shared, 0)]
+    assert launched == [(3, 1, 1, 77, 2, (4, 1, 1024), None, None, None, *args, True, 16)] * 2
+    for store in (_launch._compiled, _launch._ready):
+        store.clear()  # from Triton 3.8 on, the driver unloads what nothing refers to
 
 
 def test_a_layout_follows_from_the_types() -> None:

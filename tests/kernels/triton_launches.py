@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.machine_code import report
 from benchmarks.machine_code.stub_driver import STREAM, library
 from fastformer import ops as ops  # registers the extension's launcher for launches
-from fastformer.kernels import _host, _launch
-from fastformer.kernels._binaries import find
+from fastformer.kernels import _binaries, _host, _launch
 
 
 @contextlib.contextmanager
@@ -87,7 +86,7 @@ def differences(launch: report.RecordedLaunch, arch: int, stub: ctypes.CDLL) -> 
     arguments = {name: real(value) for name, value in launch.arguments.items()}
     args = tuple(arguments.values())[: launch.num_args]
     constants = dict(list(arguments.items())[launch.num_args :])
-    binary = find(arch, launch.key())
+    binary = _binaries.find(arch, launch.key())
     if binary is None:
         return ["there is no binary in the file"]
     make = _host.extension_function("make_kernel")
@@ -95,9 +94,13 @@ def differences(launch: report.RecordedLaunch, arch: int, stub: ctypes.CDLL) -> 
         return ["the C++ extension has no launcher"]
     by_extension = make((binary.cubin, binary.name), binary.threads, binary.shared, 0, binary.layout, binary.maps)
     options = constants | dict(launch.options)
-    by_triton = _launch._start_by_triton(launch.kernel, launch.compiled(arch), launch.num_args, options)
+    from_file = _binaries.compiled_of(binary, launch.kernel, launch.signature, arch)
+    by_triton, without_extension = (
+        _launch._start_by_triton(launch.kernel, compiled, launch.num_args, options)
+        for compiled in (launch.compiled(arch), from_file)
+    )
     seen = []
-    for start in (by_triton, by_extension, by_extension):
+    for start in (by_triton, by_extension, by_extension, without_extension):
         with logged(stub) as lines:
             start(3, 5, 2, STREAM, *args)
         (line,) = (line for line in lines if "kernel" in line)
