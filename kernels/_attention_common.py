@@ -185,6 +185,18 @@ def load_tile(
 
 
 @triton.jit
+def store_zeros(
+    ptr, strides, batch, head, rows, num_rows, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Zeroes rows of a head, up to num_rows."""
+    dims = tl.arange(0, BLOCK_D)
+    ptrs = plane_ptr(ptr, strides, batch, rows.to(tl.int64), head, UNIT)[:, None] + dims[None, :]
+    here = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(ptrs, tl.zeros((BLOCK_M, BLOCK_D), dtype=ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
 def mask_ptrs(ptr, strides, rows, columns):
     """Returns pointers to the elements of a mask; `rows` and `columns` broadcast against each other."""
     return ptr + rows.to(tl.int64) * strides[2] + columns.to(tl.int64) * strides[3]

@@ -44,6 +44,7 @@ from fastformer.kernels._attention_common import (
     score_tile,
     softmax_weights,
     spans_of,
+    store_zeros,
     takes_row_units,
 )
 from fastformer.kernels._attention_configs import LARGEST_FP32_HEAD_DIM, Config, call_of, forward_config, tile_of
@@ -155,6 +156,27 @@ def _attention_fwd_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=here)
 
 
+@triton.jit(do_not_specialize=["seqlen_q", "total"])
+def _clear_kernel(
+    out_ptr, lse_ptr, seqlens_q_ptr, seqlen_q, total, out_strides, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Zeroes the packed rows of a sequence and head that may belong to no program of the forward pass.
+
+    These are the rows beyond seqlen_q, the longest sequence that was announced, and all after the last sequence.
+    """
+    batch, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start = tl.load(seqlens_q_ptr + batch)
+    end = tl.load(seqlens_q_ptr + batch + 1)
+    first = start + tl.minimum(end - start, seqlen_q)
+    end = tl.where(batch == tl.num_programs(0) - 1, total, end)
+    for row in range(first, end, BLOCK_M):
+        rows = row + tl.arange(0, BLOCK_M)
+        store_zeros(out_ptr, out_strides, head * 0, head, rows, end, HEAD_DIM, UNIT, BLOCK_M, BLOCK_D)
+        empty = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        tl.store(lse_ptr + head * total + rows, empty, mask=rows < end)
+
+
 def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, problem: Problem, *, config: Config | None = None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -182,11 +204,15 @@ def plan_forward(
     seqlens = problem.seqlen_q, problem.seqlen_k
     window, softmax_scale, softcap = problem.window, problem.softmax_scale, problem.softcap
     drops, drop = problem.dropout[0] is not None, problem.dropout[1:]
-    is_empty = q.numel() == 0 or problem.seqlen_q == 0
+    is_empty = q.numel() == 0 or planes[2] * planes[3] == 0
     hopper = _attention_hopper.plan_forward(problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop)))
     run = Launch(
         _attention_fwd_kernel, (planes[2] * planes[3],), LENGTHS=problem.lengths, MASK=mask_kind(attn_mask),
         HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_D=problem.block_d, **tile_of(config, problem),
+    )  # fmt: skip
+    clear = Launch(
+        _clear_kernel, (problem.batch, problem.num_heads), HEAD_DIM=problem.head_dim, UNIT=unit,
+        BLOCK_M=max(1, min(64, 4096 // problem.block_d)), BLOCK_D=problem.block_d, num_warps=4,
     )  # fmt: skip
 
     def forward(
@@ -195,17 +221,14 @@ def plan_forward(
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if is_copied:
             q, k, v = readable(q), readable(k), readable(v)
-        if packed:
-            # No program writes rows beyond the last sequence.
-            out = q.new_zeros(q.shape)
-            lse = torch.full(lse_shape, float("-inf"), dtype=torch.float32, device=q.device)
-        else:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            lse = q.new_empty(lse_shape, dtype=torch.float32)
         if is_empty:
-            return out, lse
+            return q.new_zeros(q.shape), q.new_full(lse_shape, float("-inf"), dtype=torch.float32)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
         lengths = contiguous(seqlens_q), contiguous(seqlens_k), *seqlens
         dropout = contiguous(dropout_seed) if drops else None, *drop
+        if packed:
+            clear(out, lse, lengths[0], seqlens[0], num_rows, strides[3])
         if by_hopper and work_counter is None:
             _attention_hopper.launch_forward(hopper, q, k, v, out, lse, lengths, dropout)
         else:

@@ -6,14 +6,14 @@
 
 (With a soft cap c of the scores, dS * (1 - tanh^2(scale * Q K^T / c)) takes the place of dS.)
 
-`_rows_kernel` runs first: it computes delta, sets lse to +inf for empty rows (so that their P is 0), and zeroes dQ if
-it will be summed with atomics. A program of `_dkdv_kernel` owns BLOCK_N keys of one query head and loops over the rows
-that see them, with five products if it also adds dS K to an fp32 dQ with atomics, else four. It works on transposed
-tiles, so that P^T and dS^T enter the next products from registers. If there is only one block of keys, dQ is stored and
-not added, and the sums for P and delta of each row are recomputed instead of taken from lse and out. `_round_dq_kernel`
-rounds a dQ that was summed. `_dq_kernel` (in its own file) is the second half of the deterministic variant, which has 4
-+ 3 = 7 products and a fixed order of summation. Configs marked `split` use this variant too, because five products
-would spill.
+`_rows_kernel` runs first: it computes delta, sets lse to +inf for empty rows (so that their P is 0), and zeroes what no
+program might write: a dQ that will be summed with atomics, and all gradients of packed rows. A program of
+`_dkdv_kernel` owns BLOCK_N keys of one query head and loops over the rows that see them, with five products if it also
+adds dS K to an fp32 dQ with atomics, else four. It works on transposed tiles, so that P^T and dS^T enter the next
+products from registers. If there is only one block of keys, dQ is stored and not added, and the sums for P and delta of
+each row are recomputed instead of taken from lse and out. `_round_dq_kernel` rounds a dQ that was summed. `_dq_kernel`
+(in its own file) is the second half of the deterministic variant, which has 4 + 3 = 7 products and a fixed order of
+summation. Configs marked `split` use this variant too, because five products would spill.
 fp32: scores, P, dP, dS, delta and all accumulators; P and dS are rounded to the inputs' dtype for the products.
 """
 
@@ -52,6 +52,7 @@ from fastformer.kernels._attention_common import (
     score_tile,
     softmax_weights,
     spans_of,
+    store_zeros,
 )
 from fastformer.kernels._attention_configs import Config, backward_config, call_of, choose_dq_config, tile_of
 from fastformer.kernels._attention_dq import _dq_kernel
@@ -68,14 +69,15 @@ def _dkdv_products(arguments: dict[str, Any]) -> list[int]:
 PRODUCTS = {"_dkdv_kernel": _dkdv_products}
 
 
-@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_blocks"])
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k", "num_blocks"])
 def _rows_kernel(
-    out_ptr, dout_ptr, lse_ptr, delta_ptr, row_lse_ptr, dq_ptr, num_heads, seqlen_q, num_blocks, out_strides,
-    dout_strides, dq_strides, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, delta_ptr, row_lse_ptr, dq_ptr, dk_ptr, dv_ptr, num_heads, seqlen_q, seqlen_k,
+    num_blocks, out_strides, dout_strides, dq_strides, dk_strides, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes delta = rowsum(out * dout), lse with +inf for empty rows, and dq = 0, for BLOCK_M rows of a plane.
+    """Computes delta = rowsum(out * dout), lse with +inf for empty rows, and zeros, for BLOCK_M rows of a plane.
 
-    dq_ptr: None if no program adds to dq.
+    dq_ptr, dk_ptr, dv_ptr: None if a program writes each of their rows; dk and dv have seqlen_k rows.
     """
     plane = tl.program_id(0) // num_blocks
     first_row = (tl.program_id(0) % num_blocks) * BLOCK_M
@@ -92,11 +94,10 @@ def _rows_kernel(
     tl.store(delta_ptr + at, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1), mask=rows < seqlen_q)
     tl.store(row_lse_ptr + at, row_lse, mask=rows < seqlen_q)
     if dq_ptr is not None:
-        dims = tl.arange(0, BLOCK_D)
-        dq_ptrs = plane_ptr(dq_ptr, dq_strides, batch, first_row.to(tl.int64), head, UNIT)
-        dq_ptrs = dq_ptrs + tl.arange(0, BLOCK_M)[:, None] * (dq_strides[1] * UNIT) + dims[None, :]
-        here = (rows < seqlen_q)[:, None] & (dims < HEAD_DIM)[None, :]
-        tl.store(dq_ptrs, tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32), mask=here)
+        store_zeros(dq_ptr, dq_strides, batch, head, rows, seqlen_q, HEAD_DIM, UNIT, BLOCK_M, BLOCK_D)
+    if dk_ptr is not None:
+        store_zeros(dk_ptr, dk_strides, batch, head, rows, seqlen_k, HEAD_DIM, UNIT, BLOCK_M, BLOCK_D)
+        store_zeros(dv_ptr, dk_strides, batch, head, rows, seqlen_k, HEAD_DIM, UNIT, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -253,7 +254,6 @@ def plan_backward(
     is_empty = q.numel() == 0 or k.numel() == 0
     if is_empty:
         return functools.partial(_nothing, needs_mask_grad)
-    new = torch.Tensor.new_zeros if packed else torch.Tensor.new_empty
     # Each query head has its own programs, and the dk and dv of the heads of a group are added afterwards.
     shared_heads = problem.group > 1
     per_head = (*k.shape[:-2], problem.num_heads, problem.head_dim)
@@ -278,9 +278,9 @@ def plan_backward(
     unit = stride_unit(q, k, v, dout, out) if problem.head_dim % 8 == 0 else 1  # dq and dk are contiguous
     rows = lse.shape[-1]
     rows_block = max(1, min(64, 4096 // problem.block_d))
-    rows_blocks = cdiv(rows, rows_block)
-    q_strides = plane_strides(contiguous_strides(q.shape), packed, unit)
-    row_strides = *(plane_strides(x.stride(), packed, unit) for x in (out, dout)), q_strides
+    rows_blocks = cdiv(max(rows, k.shape[0]) if packed else rows, rows_block)
+    q_strides, kv_strides = (plane_strides(contiguous_strides(s), packed, unit) for s in (q.shape, per_head))
+    row_strides = *(plane_strides(x.stride(), packed, unit) for x in (out, dout)), q_strides, kv_strides
     run_rows = Launch(
         _rows_kernel, (rows_blocks * (lse.numel() // rows),),
         HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_M=rows_block, BLOCK_D=problem.block_d, num_warps=4,
@@ -291,7 +291,6 @@ def plan_backward(
     drops, drop = problem.dropout[0] is not None, problem.dropout[1:]
     strides = *(plane_strides(x.stride(), packed, unit) for x in (q, k, v, dout)), q_strides
     lse_strides = 0 if packed else lse.stride(0), lse.stride(-2)
-    kv_strides = plane_strides(contiguous_strides(per_head), packed, unit)
     mask_steps = mask_strides(attn_mask)
     dmask_steps = broadcast_strides(dmask_shape, contiguous_strides(dmask_shape)) if dmask_shape else (0, 0, 0, 0)
     shared = {
@@ -314,6 +313,7 @@ def plan_backward(
     num_heads, num_elements = problem.num_heads, q.numel()
     adds = dq_mode == "atomic"
     rounds = adds and dtype != torch.float32
+    dq_dtype, num_keys = torch.float32 if adds else dtype, k.shape[-3]
 
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None,
@@ -322,19 +322,17 @@ def plan_backward(
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         if is_copied:
             q, k, v, dout, out = (readable(x) for x in (q, k, v, dout, out))
-        if packed or shared_heads:
-            dk, dv = new(k, per_head, dtype=grad_dtype), new(v, per_head, dtype=grad_dtype)
+        if shared_heads:
+            dk, dv = k.new_empty(per_head, dtype=grad_dtype), v.new_empty(per_head, dtype=grad_dtype)
         else:  # the fastest way to allocate
             dk = torch.empty_like(k, memory_format=torch.contiguous_format)
             dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-        if adds:
-            dq = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-        else:
-            dq = new(q, q.shape)
+        dq = torch.empty_like(q, dtype=dq_dtype, memory_format=torch.contiguous_format)
         # Skipped blocks of the mask's gradient must be 0.
         dmask = None if dmask_mode == "none" else q.new_zeros(dmask_shape, dtype=dmask_dtype)
         delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
-        run_rows(out, dout, lse, delta, row_lse, dq if adds else None, num_heads, rows, rows_blocks, *row_strides)
+        zeroed = dq if adds or packed else None, *((dk, dv) if packed else (None, None))
+        run_rows(out, dout, lse, delta, row_lse, *zeroed, num_heads, rows, num_keys, rows_blocks, *row_strides)
         mask = mask_bytes(attn_mask)
         lengths = contiguous(seqlens_q), contiguous(seqlens_k), *seqlens
         dropout = contiguous(dropout_seed) if drops else None, *drop

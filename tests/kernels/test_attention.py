@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from benchmarks.measure.launches import recorded_launches  # noqa: E402
 from fastformer.kernels import attention as kernels  # noqa: E402
 from fastformer.kernels import attention_backward as backward_kernels  # noqa: E402
+from fastformer.kernels._attention_common import describe  # noqa: E402
 from fastformer.kernels._attention_configs import Config  # noqa: E402
 from tests.conftest import HAS_GPU, CallsOf  # noqa: E402
 from tests.covering import by_turns  # noqa: E402
@@ -356,3 +357,19 @@ def test_strides_beyond_32_bits(row: int, tmp_path: Path, device: str) -> None:
         results.append((out, lse, *kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def test_packed_rows_that_no_program_computes_are_zeros(device: str) -> None:
+    """Two blocks of 32 rows for the announced 40, so the last 6 of 70 have none; and rows after the last sequence."""
+    q, k, v, dout = (torch.randn(rows, 2, 16, device=device) for rows in (170, 200, 200, 170))
+    lengths = torch.tensor([0, 70, 70, 90], dtype=torch.int32, device=device)
+    options = (lengths, lengths, 40, 40, 0.25, None, None, 0.0, None)
+    tile = Config(32, 32, 4, 1)
+    problem = describe(q, k, "packed", *options)
+    out, lse = kernels.plan_forward(q, k, v, None, problem, config=tile)(q, k, v, None, lengths, lengths, None)
+    plan = backward_kernels.plan_backward(dout, q, k, v, out, lse, None, problem, False, config=tile)
+    dq, dk, dv, _ = plan(dout, q, k, v, out, lse, None, lengths, lengths, None)
+    for x in (out, lse.T.exp(), dq, dk, dv):
+        is_computed = torch.arange(len(x), device=device) < 64
+        is_computed[70:90] = True
+        assert torch.equal(x.flatten(1).ne(0).any(1), is_computed)
