@@ -5,6 +5,7 @@
 
 #include "common/activation.h"
 #include "common/rows.h"
+#include "engine/int8_head.h"
 
 namespace fastformer {
 namespace {
@@ -294,12 +295,16 @@ void Forward::add_qkv(const Pass& pass, size_t layer, Chunk chunk) {
 void Forward::add_self_attention(const Pass& pass, size_t layer) {
   const auto index = static_cast<int64_t>(layer);
   const bool is_last = pass.is_last(layer);
-  if (pass.is_encoder)
-    return with_attention_type(model_.options.precision, [&]<typename T>() {
-      add_heads(pass.batch.spans, 0, pass.spans, pass.threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) attend_own_span<T>(index, span, head);
+  if (pass.is_encoder) {
+    const auto attend = [=, this, &o = model_.options](const Span& span, int64_t begin, int64_t end) {
+      // The bits of a causal text don't depend on what follows, so its length chooses nothing.
+      const int64_t keys = o.causal_encoder ? 0 : span.end - span.begin - span.unseen;
+      with_head(o.precision, keys, [&]<typename Head>() {
+        for (int64_t head = begin; head < end; ++head) attend_own_span<Head>(index, span, head);
       });
-    });
+    };
+    return add_heads(pass.batch.spans, 0, pass.spans, pass.threads, attend);
+  }
   with_cached_type([&]<typename T>() {
     const auto attend = [=, this](const Span& span, int64_t begin, int64_t end) {
       attend_self<T>(index, span, begin, end, is_last && span.is_prompt);
@@ -347,12 +352,12 @@ void Forward::add_cross_attention(const Pass& pass, size_t layer, Chunk chunk) {
   const auto index = static_cast<int64_t>(layer);
   add_product(narrow_, weights.cross_q, qkv_.data(), chunk.count, pass.threads);
   if (o.is_bare)
-    with_attention_type(o.precision, [&]<typename T>() {
-      add_heads(joined_, 0, pass.is_last(layer) ? joined_steps_ : std::ssize(joined_), pass.threads,
-                [=, this](const Span& span, int64_t begin, int64_t end) {
-                  for (int64_t head = begin; head < end; ++head) attend_packed_source<T>(index, span, head);
+    add_heads(joined_, 0, pass.is_last(layer) ? joined_steps_ : std::ssize(joined_), pass.threads,
+              [=, this](const Span& span, int64_t begin, int64_t end) {
+                with_head(model_.options.precision, span.group->packed_tokens, [&]<typename Head>() {
+                  for (int64_t head = begin; head < end; ++head) attend_packed_source<Head>(index, span, head);
                 });
-    });
+              });
   else
     with_cached_type([&]<typename T>() {
       add_heads(pass.batch.spans, 0, pass.is_last(layer) ? pass.steps : pass.spans, pass.threads,
@@ -433,9 +438,9 @@ void Forward::add_stores(const Batch& batch, int threads) {
   for (size_t i = 0; i < model_.decoder.layers.size(); ++i) {
     add_product(narrow_, model_.decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
     if (o.is_bare) {
-      with_attention_type(o.precision, [&]<typename T>() {
-        add_heads(batch.spans, 0, batch.spans.size(), threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-          for (int64_t head = begin; head < end; ++head) pack_source<T>(static_cast<int64_t>(i), span, head);
+      add_heads(batch.spans, 0, batch.spans.size(), threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+        with_head(model_.options.precision, span.group->packed_tokens, [&]<typename Head>() {
+          for (int64_t head = begin; head < end; ++head) pack_source<Head>(static_cast<int64_t>(i), span, head);
         });
       });
       continue;

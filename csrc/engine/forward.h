@@ -183,15 +183,15 @@ class Forward {
   void attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end, bool only_keys);
   template <typename T>
   void attend_prompt(int64_t layer, const Span& span, int64_t kv_head);
-  template <typename T>
+  template <typename Head>
   void attend_own_span(int64_t layer, const Span& span, int64_t kv_head);
   template <typename T>
   void attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end);
-  template <typename T>
-  std::pair<T*, T*> source_head(const TokenCache::Group& group, int64_t layer, int64_t head) const;
-  template <typename T>
+  template <typename Head>
+  char* source_head(const TokenCache::Group& group, int64_t layer, int64_t head) const;
+  template <typename Head>
   void pack_source(int64_t layer, const Span& span, int64_t head);
-  template <typename T>
+  template <typename Head>
   void attend_packed_source(int64_t layer, const Span& span, int64_t head);
   void join_groups(const Batch& batch);
 
@@ -226,14 +226,6 @@ class Forward {
   FloatBuffer scores_, pair_out_;     // of the router; of pairs
   PackedRows routed_, pairs_, pair_wide_, shared_wide_;
 };
-
-// Calls f.operator()<T>() with the type in which queries, keys and values are multiplied: fp32, or bf16 for lower
-// precisions.
-template <typename F>
-void with_attention_type(Precision precision, F&& f) {
-  if (precision == Precision::fp32) f.template operator()<float>();
-  else f.template operator()<bfloat16>();
-}
 
 // Stands for cached keys and values of 8 bits, with which prompts attend in T.
 template <typename T>

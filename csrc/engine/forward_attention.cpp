@@ -8,6 +8,7 @@
 #include "engine/block_attention.h"
 #include "engine/forward.h"
 #include "engine/int8_cache.h"
+#include "engine/int8_head.h"
 
 namespace fastformer {
 namespace {
@@ -38,18 +39,11 @@ struct AttentionOf {
 template <typename T>
 struct AttentionOf<Int8<T>> : Int8<T> {};
 
-// A thread's buffers for attention of all queries of one head at once.
-template <typename T>
-struct HeadScratch {
-  std::vector<T> keys, values;
-  std::vector<float> key_scales, value_scales;  // of int8
-  PackedHead<T> packed;
-};
-template <typename T>
-HeadScratch<T>& head_scratch(int64_t elements) {
-  static thread_local HeadScratch<T> scratch;
-  if (std::ssize(scratch.keys) < elements) scratch.keys.resize(elements), scratch.values.resize(elements);
-  return scratch;
+// A thread's memory for attention of all queries of one head at once.
+template <typename Head>
+Head& this_threads() {
+  static thread_local Head head;
+  return head;
 }
 
 // Changes the products of a query with its keys before the softmax.
@@ -196,27 +190,26 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
   // was split.
   constexpr int64_t kSlice = kDepth<Attention>;
   const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kSlice * kSlice;
-  HeadScratch<Attention>& scratch = head_scratch<Attention>((end - begin) * dim);
+  auto& packed = this_threads<PackedHead<Attention>>();
+  packed.reserve(end - begin, dim);
+  static thread_local std::vector<float> of_keys, of_values;  // the scales of int8
   if constexpr (kIsInt8<T>)  // with a vector of zeros after the last, as the weights have
-    for (auto* scales : {&scratch.key_scales, &scratch.value_scales}) scales->assign(end - begin + kPanel, 0.f);
+    for (auto* scales : {&of_keys, &of_values}) scales->assign(end - begin + kPanel, 0.f);
   for (int64_t position = begin; position < end; ++position) {
-    Attention *key = scratch.keys.data() + (position - begin) * dim,
-              *value = scratch.values.data() + (position - begin) * dim;
+    const int64_t i = position - begin, slot = slots[position];
     if constexpr (kIsInt8<T>) {
-      keys.load(slots[position], key), values.load(slots[position], value);
-      scratch.key_scales[position - begin] = *keys.scale(slots[position]);
-      scratch.value_scales[position - begin] = *values.scale(slots[position]);
+      keys.load(slot, packed.key(i)), values.load(slot, packed.value(i));
+      of_keys[i] = *keys.scale(slot), of_values[i] = *values.scale(slot);
     } else {
-      std::copy_n(keys + slots[position] * dim, dim, key);
-      std::copy_n(values + slots[position] * dim, dim, value);
+      std::copy_n(keys + slot * dim, dim, packed.key(i)), std::copy_n(values + slot * dim, dim, packed.value(i));
     }
   }
-  const float* key_scales = kIsInt8<T> ? scratch.key_scales.data() : nullptr;
-  const float* value_scales = kIsInt8<T> ? scratch.value_scales.data() : nullptr;
-  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), end - begin, dim);
+  const float* key_scales = kIsInt8<T> ? of_keys.data() : nullptr;
+  const float* value_scales = kIsInt8<T> ? of_values.data() : nullptr;
+  packed.pack(end - begin);
   const auto place = [=](int64_t i) { return span.first_position + i - begin; };
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-    scratch.packed.attend(
+    packed.attend(
         qkv_.data() + span.begin * ld + h * dim, ld, rows, change.scale2,
         [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, place(i) - window); },
         [=](int64_t i) { return place(i) + 1; },
@@ -224,10 +217,10 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
           for (int64_t c = 0; key_scales && c < count; ++c) x[c] *= key_scales[key + c];
           change(h, place(i), key, count, x);
         },
-        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim(), value_scales);
+        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim(), false, value_scales);
 }
 
-template <typename T>
+template <typename Head>
 void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) {
   const ModelOptions& o = model_.options;
   const PackedLayer& weights = model_.encoder.layers[layer];
@@ -236,18 +229,18 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
   const int64_t length = span.end - span.begin, num_keys = length - span.unseen;
   const int32_t *places = span.places, *keys = places ? places + span.unseen : nullptr;
-  HeadScratch<T>& scratch = head_scratch<T>(length * dim);
+  Head& packed = this_threads<Head>();
+  packed.reserve(num_keys, dim);
   for (int64_t t = 0; t < length; ++t) {
     place_queries(weights, span.begin + t, places ? places[t] : t, kv_head, kv_head + 1);
     if (t < span.unseen) continue;
     const float* k = qkv_.data() + (span.begin + t) * ld + o.q_dim() + kv_head * dim;
-    store_row(k, dim, scratch.keys.data() + (t - span.unseen) * dim);
-    store_row(k + o.kv_dim(), dim, scratch.values.data() + (t - span.unseen) * dim);
+    packed.store(t - span.unseen, k, k + o.kv_dim());
   }
-  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), num_keys, dim);
+  packed.pack(num_keys);
   const auto attend_rows = [&](int64_t row, int64_t rows, auto first, auto end, auto change_row) {
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-      scratch.packed.attend(
+      packed.attend(
           qkv_.data() + (span.begin + row) * ld + h * dim, ld, rows, change.scale2,
           [=](int64_t i) { return first(row + i); }, [=](int64_t i) { return end(row + i); },
           [=](int64_t i, int64_t key, int64_t count, float* x) { change_row(h, row + i, key, count, x); },
@@ -280,46 +273,39 @@ void Forward::attend_source(int64_t layer, const Span& span, int64_t begin, int6
 int64_t Forward::packed_source_bytes(const PackedModel& model, int64_t tokens) {
   const ModelOptions& o = model.options;
   int64_t bytes = 0;
-  with_attention_type(o.precision, [&]<typename T>() {
-    bytes = (packed_size<T>(o.head_dim, tokens) + PackedHead<T>::values_size(tokens, o.head_dim)) *
-            static_cast<int64_t>(sizeof(T));
-  });
-  return bytes * o.num_decoder_layers * o.num_kv_heads;
+  with_head(o.precision, tokens, [&]<typename Head>() { bytes = Head::bytes(tokens, o.head_dim); });
+  return round_up(bytes, 64) * o.num_decoder_layers * o.num_kv_heads;
 }
 
 // Returns the packed keys and values of a source for a layer and a head.
-template <typename T>
-std::pair<T*, T*> Forward::source_head(const TokenCache::Group& group, int64_t layer, int64_t head) const {
+template <typename Head>
+char* Forward::source_head(const TokenCache::Group& group, int64_t layer, int64_t head) const {
   const ModelOptions& o = model_.options;
-  const int64_t size = packed_size<T>(o.head_dim, group.packed_tokens);
-  T* keys = reinterpret_cast<T*>(group.packed_source.data()) +
-            (layer * o.num_kv_heads + head) * (size + PackedHead<T>::values_size(group.packed_tokens, o.head_dim));
-  return {keys, keys + size};
+  return group.packed_source.data() +
+         (layer * o.num_kv_heads + head) * round_up(Head::bytes(group.packed_tokens, o.head_dim), 64);
 }
 
-template <typename T>
+template <typename Head>
 void Forward::pack_source(int64_t layer, const Span& span, int64_t head) {
   const ModelOptions& o = model_.options;
   const int64_t dim = o.head_dim, ld = padded(2 * o.kv_dim()), count = span.end - span.begin;
-  HeadScratch<T>& scratch = head_scratch<T>(count * dim);
+  Head& packed = this_threads<Head>();
+  packed.reserve(count, dim);
   for (int64_t t = 0; t < count; ++t) {
     const float* from = qkv_.data() + (span.begin + t) * ld + head * dim;
-    store_row(from, dim, scratch.keys.data() + t * dim);
-    store_row(from + o.kv_dim(), dim, scratch.values.data() + t * dim);
+    packed.store(t, from, from + o.kv_dim());
   }
-  const auto [keys, values] = source_head<T>(*span.group, layer, head);
-  PackedHead<T>::pack_into(scratch.keys.data(), scratch.values.data(), count, dim, keys, values);
+  packed.pack_into(count, source_head<Head>(*span.group, layer, head));
 }
 
 // Attends from all rows of a group at once, which read the keys and values together.
-template <typename T>
+template <typename Head>
 void Forward::attend_packed_source(int64_t layer, const Span& span, int64_t kv_head) {
   const ModelOptions& o = model_.options;
   const int64_t dim = o.head_dim, ld = padded(o.q_dim()), group = o.num_heads / o.num_kv_heads;
   const int64_t tokens = span.group->packed_tokens;
-  PackedHead<T>& packed = head_scratch<T>(0).packed;
-  const auto [keys, values] = source_head<T>(*span.group, layer, kv_head);
-  packed.use(keys, values, tokens, dim);
+  Head& packed = this_threads<Head>();
+  packed.use(source_head<Head>(*span.group, layer, kv_head), tokens, dim);
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
     packed.attend(
         qkv_.data() + span.begin * ld + h * dim, ld, span.end - span.begin, kLog2e * o.attention_scale,
@@ -330,15 +316,17 @@ void Forward::attend_packed_source(int64_t layer, const Span& span, int64_t kv_h
               std::copy_n(scores, tokens,
                           probe->scores + (static_cast<int64_t>(i) * probe->rows + span.begin + row) * tokens);
         },
-        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim(), nullptr, true);
+        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim(), true);
 }
 
-template void Forward::attend_own_span<float>(int64_t, const Span&, int64_t);
-template void Forward::attend_own_span<bfloat16>(int64_t, const Span&, int64_t);
-template void Forward::pack_source<float>(int64_t, const Span&, int64_t);
-template void Forward::pack_source<bfloat16>(int64_t, const Span&, int64_t);
-template void Forward::attend_packed_source<float>(int64_t, const Span&, int64_t);
-template void Forward::attend_packed_source<bfloat16>(int64_t, const Span&, int64_t);
+#define FOR_HEAD(Head)                                                         \
+  template void Forward::attend_own_span<Head>(int64_t, const Span&, int64_t); \
+  template void Forward::pack_source<Head>(int64_t, const Span&, int64_t);     \
+  template void Forward::attend_packed_source<Head>(int64_t, const Span&, int64_t);
+FOR_HEAD(PackedHead<float>)
+FOR_HEAD(PackedHead<bfloat16>)
+FOR_HEAD(Int8Head)
+#undef FOR_HEAD
 #define FOR_CACHED_TYPE(T)                                                                      \
   template void Forward::store_cache<T>(int64_t, int64_t, int64_t, const float*, const float*); \
   template void Forward::attend_self<T>(int64_t, const Span&, int64_t, int64_t, bool);          \

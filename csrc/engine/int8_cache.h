@@ -52,6 +52,23 @@ inline void store_bytes(Vec<float> x, int8_t* p, int64_t n) {
 inline Vec<float> sums_to_floats(Lanes x) { return _mm256_cvtepi32_ps(x); }
 #endif
 
+// Rounds x to whole numbers times a scale, which it returns. If an x isn't finite, the scale is NaN.
+inline float round_to_bytes(const float* x, int64_t dim, int8_t* to) {
+  using V = Vec<float>;
+  V most(0.f), poison(0.f);
+  for_each_vec<float>(dim, [&](int64_t c, int64_t n) {
+    const V v = V::load(x + c, n);
+    most = max(most, max(v, V(0.f) - v));
+    poison = fmadd(v, V(0.f), poison);  // NaN after a NaN or an infinity
+  });
+  constexpr float kSteps = 127, kLeast = 0x1p-120f;  // kSteps / kLeast is finite
+  const bool is_finite = poison.sum() == 0;
+  const float largest = is_finite ? most.max() : 0.f, inverse = largest < kLeast ? 0.f : kSteps / largest;
+  for_each_vec<float>(
+      dim, [=](int64_t c, int64_t n) { store_bytes(is_finite ? V::load(x + c, n) * V(inverse) : V(0.f), to + c, n); });
+  return !is_finite ? std::numeric_limits<float>::quiet_NaN() : inverse == 0 ? 0.f : largest / kSteps;
+}
+
 // The keys, or the values, of a layer and head.
 class Int8Rows {
  public:
@@ -63,24 +80,8 @@ class Int8Rows {
   float* scale(int64_t slot) const {
     return reinterpret_cast<float*>(block(slot) + kBlockTokens * dim_ + offset(slot) * kScaleBytes);
   }
-  // Rounds x (dim floats) to the numbers of a token. If one isn't finite, the scale is NaN.
-  void store(int64_t slot, const float* x) const {
-    using V = Vec<float>;
-    V most(0.f), poison(0.f);
-    for_each_vec<float>(dim_, [&](int64_t c, int64_t n) {
-      const V v = V::load(x + c, n);
-      most = max(most, max(v, V(0.f) - v));
-      poison = fmadd(v, V(0.f), poison);  // NaN after a NaN or an infinity
-    });
-    constexpr float kSteps = 127, kLeast = 0x1p-120f;  // kSteps / kLeast is finite
-    const bool is_finite = poison.sum() == 0;
-    const float largest = is_finite ? most.max() : 0.f, inverse = largest < kLeast ? 0.f : kSteps / largest;
-    *scale(slot) = !is_finite ? std::numeric_limits<float>::quiet_NaN() : inverse == 0 ? 0.f : largest / kSteps;
-    int8_t* to = numbers(slot);
-    for_each_vec<float>(dim_, [=](int64_t c, int64_t n) {
-      store_bytes(is_finite ? V::load(x + c, n) * V(inverse) : V(0.f), to + c, n);
-    });
-  }
+  // Rounds x (dim floats) to the numbers of a token.
+  void store(int64_t slot, const float* x) const { *scale(slot) = round_to_bytes(x, dim_, numbers(slot)); }
   // Writes the numbers of a token without their scale, which T represents exactly.
   template <typename T>
   void load(int64_t slot, T* to) const {

@@ -238,43 +238,65 @@ struct LeftRows {
 // Widens steps of a panel to twice as many.
 using Widen = void (*)(const char* from, int64_t steps, char* to);
 
+// A panel, or its first columns.
+struct PanelView {
+  const char* steps;
+  const PanelTail* tail;
+  int64_t num_steps, panel_bytes;  // panel_bytes: from one panel to the next
+  int64_t tail_bytes;              // that follow the steps
+  int64_t columns = kPanelColumns;
+
+  PanelView(const PackedWeight& w, int64_t panel)
+      : steps(w.panel(panel)),
+        tail(reinterpret_cast<const PanelTail*>(steps + w.steps() * kStepBytes)),
+        num_steps(w.steps()),
+        panel_bytes(w.panel_bytes()),
+        tail_bytes(panel_bytes - num_steps * kStepBytes) {}
+  PanelView(const BytePanels& w, int64_t panel)
+      : steps(w.steps + panel * w.panel_bytes),
+        tail(reinterpret_cast<const PanelTail*>(w.tail + panel * w.tail_bytes)),
+        num_steps(w.num_steps),
+        panel_bytes(w.panel_bytes),
+        tail_bytes(0),
+        columns(std::min(kPanelColumns, w.columns - panel * kPanelColumns)) {}
+};
+
 // Multiplies at most kBlockRows rows by a panel. With `widen`, the kernels read widened steps: those of a part at a
 // time, or of the whole panel if sums are integers, in `widened`.
-void multiply_panel(const Kernels& all, const LeftRows& x, int64_t rows, const PackedWeight& w, const char* panel,
-                    float* out, int64_t ld, Widen widen = nullptr, char* widened = nullptr) {
+void multiply_panel(const Kernels& all, const LeftRows& x, int64_t rows, const PanelView& panel, float* out, int64_t ld,
+                    Widen widen = nullptr, char* widened = nullptr) {
   const Walk walk(all.shapes, all.num_shapes, rows);
   const int vecs = all.shapes[walk.shape].vecs;
   const int64_t passes = walk.passes();
-  const int64_t steps_of_one = widen == nullptr ? 1 : 2, all_steps = w.steps() * steps_of_one;
+  const int64_t steps_of_one = widen == nullptr ? 1 : 2, all_steps = panel.num_steps * steps_of_one;
   // An integer sum is a single block and has one part.
   const bool has_parts = (passes > 1 || widen != nullptr) && all.block_steps <= kPartSteps;
   const int64_t part = has_parts ? kPartSteps : all_steps;
-  const int64_t tail_bytes = w.panel_bytes() - w.steps() * kStepBytes;
-  const int64_t distance = passes == 1 ? kAhead : has_parts ? 2 * kPartSteps * kStepBytes : w.panel_bytes();
-  const char* next = panel + distance;
-  const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
+  const int64_t distance = passes == 1 ? kAhead : has_parts ? 2 * kPartSteps * kStepBytes : panel.panel_bytes;
+  const char* next = panel.steps + distance;
   // Prefetch the tail, because the passes over a panel prefetch only as many bytes as the steps have.
-  for (const char* line = next - tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
+  for (const char* line = next - panel.tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
   int64_t step = 0, steps;
   do {
     steps = std::min(part, all_steps - step);
     const int64_t at = step / steps_of_one * kStepBytes;
     const int64_t fetched = steps * 64 * lines_fetched(passes);  // bytes, in one pass
     const Block block{step == 0, step + steps == all_steps};
-    const char* right = panel + at;
+    const char* right = panel.steps + at;
     if (widen != nullptr) {
       widen(right, steps / 2, widened);
       right = widened;
     }
     walk.for_each_pass([&](int64_t pass, int64_t slice, int64_t first, int64_t count) {
       const int64_t column = slice * vecs * V::size;
+      if (column >= panel.columns) return;
       const Tile tile{x.data + first * x.stride + step * 4,
                       x.stride,
                       x.scales + first,
                       x.zeros + first,
                       right + column * 4,
                       steps,
-                      tail,
+                      panel.tail,
                       column,
                       next + at + pass * fetched,
                       out + first * ld,
@@ -340,7 +362,7 @@ void gemm_widened(const RowsView& x, int64_t rows, const PackedWeight& w, int64_
   const LeftRows left{wide.data(), stride, x.scales(), x.zeros()};
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns)
     for (int64_t first = 0; first < rows; first += kBlockRows)
-      multiply_panel(all, left.from(first), std::min(kBlockRows, rows - first), w, w.panel(p), out + first * ld, ld,
+      multiply_panel(all, left.from(first), std::min(kBlockRows, rows - first), {w, p}, out + first * ld, ld,
                      widen_steps<Way>, widened.data());
 }
 
@@ -359,7 +381,7 @@ void multiply(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t be
   const LeftRows left{x.data(), x.stride(), x.scales(), x.zeros()};
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns)
     for (int64_t first = 0; first < rows; first += kBlockRows)
-      multiply_panel(kernels(w.precision), left.from(first), std::min(kBlockRows, rows - first), w, w.panel(p),
+      multiply_panel(kernels(w.precision), left.from(first), std::min(kBlockRows, rows - first), {w, p},
                      out + first * ld, ld);
 }
 
@@ -523,6 +545,18 @@ void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin,
   multiply(x, rows * x.parts(), w, begin, end, out, ld);
   for (int64_t p = begin; p < end && x.parts() == 2; ++p, out += kPanelColumns)
     add_parts(rows, reinterpret_cast<const PanelTail*>(w.panel(p) + w.steps() * kStepBytes)->bias, out, ld);
+}
+
+void gemm(const RowsView& x, int64_t rows, const BytePanels& w, float* out, int64_t ld) {
+  const LeftRows left{x.data(), x.stride(), x.scales(), x.zeros()};
+  const int64_t all = rows * x.parts();
+  for (int64_t p = 0; p * kPanelColumns < w.columns; ++p, out += kPanelColumns) {
+    const PanelView panel(w, p);
+    for (int64_t first = 0; first < all; first += kBlockRows)
+      multiply_panel(kernels(Precision::int8), left.from(first), std::min(kBlockRows, all - first), panel,
+                     out + first * ld, ld);
+    if (x.parts() == 2) add_parts(rows, panel.tail->bias, out, ld);
+  }
 }
 
 }  // namespace fastformer

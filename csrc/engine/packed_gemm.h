@@ -38,6 +38,14 @@
 namespace fastformer {
 
 constexpr int64_t kPanelColumns = 64;
+constexpr int64_t kStepBytes = 4 * kPanelColumns;
+
+// The data after the steps of a panel.
+struct PanelTail {
+  float bias[kPanelColumns];
+  float scale[kPanelColumns];         // int8
+  int32_t correction[kPanelColumns];  // int8: minus the sum of the column
+};
 
 enum class Precision { fp32, bf16, int8, int4 };
 
@@ -181,6 +189,16 @@ class RowsView {
 // weight, or int4 for a weight of int8. It is fastest for 1 to 64 rows, which read W once, but works for any number.
 // If the rows of x have two parts, `out` needs room for 2 * rows, and the second half of it is undefined afterwards.
 void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld);
+
+// Panels of int8 that aren't those of a PackedWeight, or some of their steps.
+struct BytePanels {
+  const char *steps, *tail;  // of the first panel
+  int64_t num_steps;
+  int64_t panel_bytes, tail_bytes;  // from one panel, or PanelTail, to the next
+  int64_t columns;
+};
+// Does the same for all of these panels, without AMX. It writes whole vectors: ld >= round_up(columns, kPanelColumns).
+void gemm(const RowsView& x, int64_t rows, const BytePanels& w, float* out, int64_t ld);
 
 // Estimates how long a thread takes for all panels, in units of the bytes that it could read in that time. From about
 // 12 rows on (7 for int4), multiplying takes longer than reading.

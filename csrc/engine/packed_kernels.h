@@ -20,19 +20,10 @@
 
 namespace fastformer {
 
-constexpr int64_t kStepBytes = 4 * kPanelColumns;
-
 // The cache into which a pass prefetches, given its cache lines per step. A single pass reads what it has prefetched at
 // once. If there are several, they prefetch the next panel, and into the second-level cache: in the first one it would
 // evict the panel that they read, and hold up their loads (Zen 4: 16 rows of int8 took 1.3 times as long).
 constexpr auto hint_of(int lines) { return lines >= 4 ? _MM_HINT_T0 : _MM_HINT_T1; }
-
-// The data after the steps of a panel.
-struct PanelTail {
-  float bias[kPanelColumns];
-  float scale[kPanelColumns];         // int8
-  int32_t correction[kPanelColumns];  // int8: minus the sum of the column
-};
 
 // Whether a block of steps is the first or the last one of its sum.
 struct Block {

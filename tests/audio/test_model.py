@@ -139,6 +139,28 @@ def test_the_decoder_of_int8_reads_rows_of_16_bits(reads: str, rows: int) -> Non
     assert rounded_logits(model, rows).max() < 2e-4  # rows of 8 bits: about 5e-3
 
 
+@pytest.mark.parametrize("positions", [255, 256, 300])  # of the encoder; CPUs may attend to the last two in 8 bits
+def test_int8_attends_to_long_states_as_well_as_to_short_ones(positions: int) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    states, tokens = torch.randn(6, positions, 16).numpy(), [7, 6, 5, 4, 3, 2]
+    logits = []
+    for precision in ("fp32", "int8"):
+        speech = SpeechModel(from_transformers(whisper(max_source_positions=300), {}, {}), precision=precision)
+        prompts = [[1], [], [2, 9], [], [8], [3]]
+
+        def of(rows: list[int], speech: Any = speech, prompts: Any = prompts) -> Any:
+            session = speech.new_session(states[rows], [prompts[row] for row in rows], 96)
+            found = np.empty((len(rows), VOCAB), np.float32)
+            session.step([tokens[row] for row in rows], 1, False, [*range(len(rows))], found, 1)
+            return found
+
+        logits.append(of([*range(6)]))
+        assert of([4]).tobytes() == logits[-1][4:5].tobytes() and of([5, 0]).tobytes() == logits[-1][[5, 0]].tobytes()
+    error = np.linalg.norm(logits[1] - logits[0]) / np.linalg.norm(logits[0])
+    assert 0 < error < 0.1
+
+
 def test_a_large_column_of_the_output_costs_int8_little() -> None:
     pytest.importorskip("transformers")
     model = without_attention(whisper())

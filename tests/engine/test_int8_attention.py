@@ -1,0 +1,52 @@
+"""Attention over whole numbers of 8 bits, by which encoders of int8 read long texts on some CPUs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.engine.plain_encoder import CONFIGS, drawn, packed, states
+from tests.engine.test_encoder import EXT, distance, texts_of
+from tests.generation.small import needs_cpp
+
+pytestmark = needs_cpp
+
+SHORT, LONG = 255, 256  # the most tokens that attend in bf16, and the fewest that attend in int8
+
+
+@pytest.mark.parametrize("name", ["bert", "pre-norm, t5", "modernbert", "windows of one", "odd sizes"])
+def test_it_adds_little_to_the_error_of_a_text(name: str) -> None:
+    o, t = drawn(**CONFIGS[name])
+    encoder, squares = packed(EXT, {**o, "precision": "int8"}, t), []
+    for length in (SHORT, LONG):
+        ids, types = texts_of(random.Random(0), o, t, [LONG] * 4)
+        errors = []
+        for i, text in enumerate(ids):
+            of_text = types and types[i][:length]
+            rows = torch.from_numpy(encoder.encode([text[:length]], types and [of_text], "none", False, 1))
+            errors.append(distance(rows, states(o, t, text[:length], of_text, torch.float64)) ** 2)
+        squares.append(sum(errors))
+    assert squares[1] < 1.25 * squares[0], squares
+
+
+@pytest.mark.parametrize("length", [SHORT, LONG, 600])
+def test_many_small_weights_count_beside_a_large_one(length: int) -> None:
+    # A token attends to itself 1,800 times as much as to any other one: more than 8 bits can tell from nothing.
+    o, t = drawn(placement="pre", distances=1, layers=1)
+    t["encoder.layers.0.self_attn.in_proj_weight"][: 2 * o["d_model"]] = 0
+    t["encoder.layers.0.self_attn.in_proj_bias"][2 * o["d_model"] :] += 2  # so that values don't add up to nothing
+    t["encoder_position_bias"][:] = torch.tensor([0, 7.5 * o["head_dim"] ** 0.5, 0])
+    encoder = packed(EXT, {**o, "precision": "int8"}, t)
+    (ids,), _ = texts_of(random.Random(0), o, t, [length])
+    rows = torch.from_numpy(encoder.encode([ids], None, "none", False, 1))
+    assert distance(rows, states(o, t, ids, None, torch.float64)) < 0.02
+
+
+def test_a_token_that_is_no_number_spoils_its_own_text_alone() -> None:
+    o, t = drawn(precision="int8")
+    t["source_embedding"][3] = torch.nan
+    texts = [[1, 2] * 150, [1, 3] * 150]
+    rows = torch.from_numpy(packed(EXT, o, t).encode(texts, None, "none", False, 2)).split(300)
+    assert rows[0].isfinite().all() and rows[1].isnan().all()
