@@ -26,6 +26,7 @@ from fastformer.nn.masks import (
     right_padding_lengths,
 )
 from fastformer.nn.norm import NormPlan, find_norm_plan
+from fastformer.nn.projected_memory import ProjectedMemory
 from fastformer.ops._dispatch import copied
 from fastformer.ops.attention import attention
 from fastformer.ops.attention_weights import attention_weights
@@ -189,6 +190,7 @@ class MultiheadAttention(AttentionParameters):
         rotary: RotaryPositions | None = None,
         position_bias: Tensor | None = None,
         shape: tuple[int, int] | None = None,
+        projected: ProjectedMemory | None = None,
     ) -> Tensor:
         """Computes `forward` without the distribution, for a layer that knows the plan; nested tensors aren't allowed.
 
@@ -203,7 +205,8 @@ class MultiheadAttention(AttentionParameters):
         if layout is not None and is_packed:
             key, value = _both(key, value)
             memory_layout = layout if key is query and memory_layout is None else memory_layout
-            return self._packed(plan, query, key, value, is_causal, layout, memory_layout, rotary, position_bias)
+            layouts = layout, memory_layout
+            return self._packed(plan, query, key, value, is_causal, *layouts, rotary, position_bias, projected)
         q, k, v, options = self._dense_call(
             plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, layout=layout,
             memory_layout=memory_layout, rotary=rotary, position_bias=position_bias, shape=shape,
@@ -302,14 +305,9 @@ class MultiheadAttention(AttentionParameters):
         return linear(x, plan.out_proj["weight"], plan.out_proj["bias"])
 
     def _nested(
-        self,
-        plan: AttentionPlan,
-        x: Tensor,
-        opened: Jagged,
-        need_weights: bool,
-        average_attn_weights: bool,
+        self, plan: AttentionPlan, x: Tensor, opened: Jagged, need_weights: bool, average_attn_weights: bool,
         is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         learns = torch.is_grad_enabled() and any(each.requires_grad for each in (x, *self.parameters()))
         if learns and not opened.is_jagged:
             raise InputError(
@@ -347,6 +345,7 @@ class MultiheadAttention(AttentionParameters):
         memory_layout: SequenceLayout | None,
         rotary: RotaryPositions | None,
         position_bias: Tensor | None = None,
+        projected: ProjectedMemory | None = None,
     ) -> Tensor:
         cu_seqlens_q = layout.cu_seqlens
         cu_seqlens_k = None if memory_layout is None else memory_layout.cu_seqlens
@@ -356,7 +355,7 @@ class MultiheadAttention(AttentionParameters):
             raise InputError("add_bias_kv and add_zero_attn are not supported with a packed layout")
         if is_causal and memory_layout is not layout:
             raise InputError("expected is_causal with a packed layout in self-attention only")
-        q, k, v = self._project_heads(plan, query, key, value)
+        q, k, v = self._project_heads(plan, query, key, value, projected=projected)
         if rotary is not None:
             q, k = rotary.rotate(q, k)
         dropout_p = self.dropout if self.training else 0.0
@@ -419,14 +418,18 @@ class MultiheadAttention(AttentionParameters):
         return self._project_out(plan, out.transpose(0, 1) if transposed else out)
 
     def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None,
+        projected: ProjectedMemory | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         # One product for self-attention, one for the query and one for the memory in cross-attention.
         if query.shape[-1] != self.embed_dim or key.shape[-1] != self.kdim or value.shape[-1] != self.vdim:
             raise InputError(
                 f"expected query, key and value of size {self.embed_dim}, {self.kdim} and {self.vdim} in the last "
                 f"dimension, got {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
             )
+        if projected is not None:
+            q = linear(query, *self._q_weights(projected.q_weight, projected.q_bias))
+            return self._heads(q), self._heads(projected.k), self._heads(projected.v)
         weight, bias = self._in_proj()
         if weight is not None and key is query and value is query:
             if bias is not None and bias.dtype != weight.dtype:
@@ -447,6 +450,11 @@ class MultiheadAttention(AttentionParameters):
         # Read once a call: a parametrised weight is computed at each access. It is None if there are three weights.
         weight, bias = self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
         return (weight, bias) if torch.compiler.is_compiling() else (copied(weight), copied(bias))
+
+    def in_proj_parts(self) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
+        """Returns the rows of the input projection's weight for queries, and those for the rest; then of its bias."""
+        weight, bias = self._in_proj()
+        return self._parts(weight), self._parts(bias)
 
     def _parts(self, whole: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Returns the rows of the weight or bias for queries, and those for keys and values."""
@@ -500,10 +508,11 @@ class MultiheadAttention(AttentionParameters):
         return (getattr(self, name)(rows) if plan is None else plan.apply(rows)).view(x.shape)
 
     def _project_heads(
-        self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None,
+        projected: ProjectedMemory | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Computes queries, keys and values (..., heads, head_dim), with the norms of the heads applied."""
-        q, k, v = self._project(query, key, value, shape)
+        q, k, v = self._project(query, key, value, shape, projected)
         if self.qk_norm is None:
             return q, k, v
         return self._normalise(plan.q_norm, "q_norm", q), self._normalise(plan.k_norm, "k_norm", k), v

@@ -38,6 +38,7 @@ from fastformer.nn.layout import SequenceLayout, open_nested
 from fastformer.nn.masks import as_additive
 from fastformer.nn.mixture import MixtureOfExperts
 from fastformer.nn.norm import AddLayerNorm, NormPlan, find_norm_plan
+from fastformer.nn.projected_memory import ProjectedMemory
 from fastformer.ops._dispatch import unviewed
 from fastformer.ops.add_layer_norm import add_layer_norm
 
@@ -548,13 +549,14 @@ class TransformerDecoderLayer(_Layer):
         cache: LayerCache | None,
         rotary: RotaryPositions | None,
         position_bias: Tensor | None,
+        projected: ProjectedMemory | None = None,
     ) -> Tensor | ResidualStream:
         """Computes `forward` for a stack that knows the layer's plan."""
         if cache is not None and cache.cross_attention is None:
             raise InputError("expected a cache whose memory is set (KVCache.set_memory)")
         self_cache, cross_cache = (None, None) if cache is None else (cache.self_attention, cache.cross_attention)
         self_options = given(layout=layout, cache=self_cache, rotary=rotary, position_bias=position_bias)
-        cross_options = given(layout=layout, memory_layout=memory_layout, cache=cross_cache)
+        cross_options = given(layout=layout, memory_layout=memory_layout, cache=cross_cache, projected=projected)
         calls = (
             AttentionCall("self_attn", None, *masks, is_causal, self_options),
             AttentionCall("multihead_attn", memory, *memory_masks, memory_is_causal, cross_options),

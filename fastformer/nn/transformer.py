@@ -23,6 +23,7 @@ from fastformer.nn.layout import SequenceLayout, open_nested
 from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.padding import hides, may_pack, skipped_by_decoder, skipped_by_encoder
+from fastformer.nn.projected_memory import project_together
 from fastformer.nn.stack import STACK_PLANS, Stack, StackPlan
 
 # The type of the values between layers.
@@ -384,13 +385,14 @@ class TransformerDecoder(Stack):
         position_bias: Tensor | None = None,
     ) -> Tensor:
         """Passes the inputs through the layers without packing them; a cache's step must have begun."""
+        projected = project_together(self, plan, memory, memory_layout)
 
         def call(layer: nn.Module, layer_plan: LayerPlan | None, i: int, state: State) -> State:
             cached = None if step is None else step.layer(i)
             if layer_plan is not None and isinstance(layer, TransformerDecoderLayer):
                 return layer.compute(
                     layer_plan, state, memory, masks, memory_masks, is_causal, memory_is_causal, layout, memory_layout,
-                    cached, rotary, position_bias,
+                    cached, rotary, position_bias, None if projected is None else projected[i],
                 )  # fmt: skip
             layouts = {"layout": layout, "memory_layout": memory_layout}
             options = given(**layouts, cache=cached, rotary=rotary, position_bias=position_bias)

@@ -102,22 +102,22 @@ def of_a_norm(dim: int) -> Counter[str]:
 
 
 # The launches of a layer, which is one on each side of the first, and those of the rest.
-BOUNDS = {of_the_model: (77, 41), of_the_modules: (59, 3), of_an_accelerated_model: (69, 40)}
+BOUNDS = {of_the_model: (70, 49), of_the_modules: (59, 3), of_an_accelerated_model: (69, 40)}
 
 
 def check() -> None:
-    """Compares a step with one layer and with two: a layer launches no more than its bound, and nor does the rest."""
+    """Compares a step with two layers and with three: a layer launches no more than its bound, nor does the rest."""
     for make, (of_a_layer, of_the_rest) in BOUNDS.items():
-        one, two = (counted(make, layers) for layers in (1, 2))
-        layer = two - one
-        rest = one - layer
+        two, three = (counted(make, layers) for layers in (2, 3))
+        layer = three - two
+        rest = two - layer - layer
         assert layer.total() <= of_a_layer, (make, layer)
         assert rest.total() <= of_the_rest, (make, rest)
         assert layer["_attention_fwd_kernel"] == (3 if make is of_the_model else 1)  # the count sees our kernels
         if make is of_the_model:
             # Cross-attention reads the rows for queries and those for keys by themselves, in one weight: the gradients
-            # of its parts aren't added.
-            assert layer["add_"] == 1 and layer["copy_"] == 0, layer
+            # of its parts aren't added. Nor are those of the memory, which all layers project together.
+            assert layer["add_"] == 0 and layer["copy_"] == 0, layer
     # A norm that is too wide for its backward kernel is differentiated by PyTorch. The forward kernel takes wider rows.
     os.environ["FASTFORMER_STRICT"] = "0"
     for dim, is_ours in ((512, True), (16384, False)):
