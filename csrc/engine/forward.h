@@ -181,7 +181,7 @@ class Forward {
                     float* context, float scale2, Change change);
   template <typename T>
   void attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end, bool only_keys);
-  template <typename T>
+  template <typename T, typename Head>
   void attend_prompt(int64_t layer, const Span& span, int64_t kv_head);
   template <typename Head>
   void attend_own_span(int64_t layer, const Span& span, int64_t kv_head);

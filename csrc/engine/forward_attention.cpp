@@ -31,13 +31,13 @@ template <typename T>
 constexpr bool kIsInt8 = false;
 template <typename T>
 constexpr bool kIsInt8<Int8<T>> = true;
-// The type in which prompts attend to cached keys and values.
+// How prompts attend to cached keys and values, if not in bytes.
 template <typename T>
-struct AttentionOf {
-  using type = T;
+struct HeadOf {
+  using type = PackedHead<T>;
 };
 template <typename T>
-struct AttentionOf<Int8<T>> : Int8<T> {};
+struct HeadOf<Int8<T>> : HeadOf<T> {};
 
 // A thread's memory for attention of all queries of one head at once.
 template <typename Head>
@@ -157,7 +157,13 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
   }
   if (only_keys) return;
   if (span.is_prompt) {
-    for (int64_t head = begin; head < end; ++head) attend_prompt<T>(layer, span, head);
+    // Whole numbers that are cached are multiplied as such, in the models whose sources are.
+    constexpr bool is_int8 = std::is_same_v<T, Int8<bfloat16>>;
+    const bool in_bytes = is_int8 && o.precision != Precision::bf16 && Int8Head::is_fast();
+    for (int64_t head = begin; head < end; ++head) {
+      if (!in_bytes) attend_prompt<T, typename HeadOf<T>::type>(layer, span, head);
+      else if constexpr (is_int8) attend_prompt<T, Int8Head>(layer, span, head);
+    }
     return;
   }
   const Scores change(o, model_.decoder.position_bias);
@@ -176,36 +182,37 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
 }
 
 // Attends from all queries of one kv head at once. Its keys are already in the cache.
-template <typename T>
+template <typename T, typename Head>
 void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
   const ModelOptions& o = model_.options;
   const int64_t window = model_.decoder.layers[layer].window;
   const Scores change(o, model_.decoder.position_bias);
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
-  using Attention = typename AttentionOf<T>::type;
+  constexpr bool in_bytes = std::is_same_v<Head, Int8Head>, has_scales = kIsInt8<T> && !in_bytes;
   const auto keys = keys_of<T>(layer, kv_head), values = values_of<T>(layer, kv_head);
   const int32_t* slots = span.row->slots.data();
   const int64_t rows = span.end - span.begin, end = span.first_position + rows;
-  // Products sum over slices of kDepth keys. Starting at a multiple of kDepth makes them independent of how the prompt
-  // was split.
-  constexpr int64_t kSlice = kDepth<Attention>;
+  // Starting at a slice makes the sums of products independent of how the prompt was split.
+  constexpr int64_t kSlice = Head::kSlice;
   const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kSlice * kSlice;
-  auto& packed = this_threads<PackedHead<Attention>>();
+  Head& packed = this_threads<Head>();
   packed.reserve(end - begin, dim);
   static thread_local std::vector<float> of_keys, of_values;  // the scales of int8
-  if constexpr (kIsInt8<T>)  // with a vector of zeros after the last, as the weights have
+  if constexpr (has_scales)  // with a vector of zeros after the last, as the weights have
     for (auto* scales : {&of_keys, &of_values}) scales->assign(end - begin + kPanel, 0.f);
   for (int64_t position = begin; position < end; ++position) {
     const int64_t i = position - begin, slot = slots[position];
-    if constexpr (kIsInt8<T>) {
+    if constexpr (in_bytes) {
+      packed.store_bytes(i, keys.numbers(slot), *keys.scale(slot), values.numbers(slot), *values.scale(slot));
+    } else if constexpr (kIsInt8<T>) {
       keys.load(slot, packed.key(i)), values.load(slot, packed.value(i));
       of_keys[i] = *keys.scale(slot), of_values[i] = *values.scale(slot);
     } else {
       std::copy_n(keys + slot * dim, dim, packed.key(i)), std::copy_n(values + slot * dim, dim, packed.value(i));
     }
   }
-  const float* key_scales = kIsInt8<T> ? of_keys.data() : nullptr;
-  const float* value_scales = kIsInt8<T> ? of_values.data() : nullptr;
+  const float* key_scales = has_scales ? of_keys.data() : nullptr;
+  const float* value_scales = has_scales ? of_values.data() : nullptr;
   packed.pack(end - begin);
   const auto place = [=](int64_t i) { return span.first_position + i - begin; };
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)

@@ -45,12 +45,24 @@ void Int8Head::reserve(int64_t count, int64_t dim) {
 
 void Int8Head::store(int64_t i, const float* k, const float* v) {
   const int64_t stride = round_up(dim_, kPanelColumns);
-  for (const auto& [from, rows, scales] :
-       {std::tuple(k, &key_rows_, &key_scales_), std::tuple(v, &value_rows_, &value_scales_)}) {
-    int8_t* to = rows->data() + i * stride;
-    (*scales)[i] = round_to_bytes(from, dim_, to);
-    std::memset(to + dim_, 0, static_cast<size_t>(stride - dim_));
-  }
+  key_scales_[i] = round_to_bytes(k, dim_, key_rows_.data() + i * stride);
+  value_scales_[i] = round_to_bytes(v, dim_, value_rows_.data() + i * stride);
+  pad(i);
+}
+
+void Int8Head::store_bytes(int64_t i, const int8_t* k, float k_scale, const int8_t* v, float v_scale) {
+  const int64_t stride = round_up(dim_, kPanelColumns);
+  std::memcpy(key_rows_.data() + i * stride, k, static_cast<size_t>(dim_));
+  std::memcpy(value_rows_.data() + i * stride, v, static_cast<size_t>(dim_));
+  key_scales_[i] = k_scale, value_scales_[i] = v_scale;
+  pad(i);
+}
+
+// Fills the rows of a key and a value to their end.
+void Int8Head::pad(int64_t i) {
+  const int64_t stride = round_up(dim_, kPanelColumns);
+  for (auto* rows : {&key_rows_, &value_rows_})
+    std::memset(rows->data() + i * stride + dim_, 0, static_cast<size_t>(stride - dim_));
 }
 
 int64_t Int8Head::bytes(int64_t count, int64_t dim) {
@@ -118,10 +130,17 @@ float Int8Head::weigh(int64_t row, float* x, float lowered, float scale2, const 
 const float* Int8Head::multiply_values(int64_t rows, const Seen& seen) {
   const int64_t stride = sums_stride();
   if (std::ssize(sums_) < 2 * kQueryRows * stride) sums_.resize(2 * kQueryRows * stride);
-  gemm(weights_, rows,
-       {packed_values_ + seen.from / 4 * kStepBytes, reinterpret_cast<const char*>(&tail_of_values()), seen.width / 4,
-        value_panel_bytes(count_), 0, dim_},
-       sums_.data(), stride);
+  // The sums of this many products of bytes fit into 32 bits: 255 * 127 * 2^16 < 2^31.
+  constexpr int64_t kMost = 1 << 16;
+  const auto* tail = reinterpret_cast<const char*>(&tail_of_values());
+  std::vector<float> more(seen.width > kMost ? sums_.size() : 0);
+  for (int64_t at = 0; at < seen.width; at += kMost) {
+    const char* values = packed_values_ + (seen.from + at) / 4 * kStepBytes;
+    const int64_t steps = std::min(kMost, seen.width - at) / 4;
+    float* to = at == 0 ? sums_.data() : more.data();
+    gemm(weights_, rows, {values, tail, steps, value_panel_bytes(count_), 0, dim_, at}, to, stride);
+    for (int64_t i = 0; at > 0 && i < rows * stride; ++i) sums_[i] += more[i];
+  }
   return sums_.data();
 }
 

@@ -24,13 +24,15 @@ class Int8Head {
   // See PackedHead.
   void reserve(int64_t count, int64_t dim);
   void store(int64_t i, const float* k, const float* v);
+  // Does the same for a key and a value that are rounded already.
+  void store_bytes(int64_t i, const int8_t* k, float k_scale, const int8_t* v, float v_scale);
   static int64_t bytes(int64_t count, int64_t dim);
   void pack_into(int64_t count, char* memory);
   void use(const char* memory, int64_t count, int64_t dim);
   void pack(int64_t count);
   template <typename First, typename End, typename Bias>
   void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, Bias bias, float* out,
-              int64_t out_stride, bool /*few_rows*/ = false) {
+              int64_t out_stride, bool /*few_rows*/ = false, const float* /*value_scales*/ = nullptr) {
     attend_by(*this, q, q_stride, rows, scale2, first, end, bias, out, out_stride);
   }
 
@@ -43,6 +45,8 @@ class Int8Head {
   void release() {}
 
  private:
+  void pad(int64_t i);
+
   int64_t count_ = 0, dim_ = 0;
   const char *packed_keys_ = nullptr, *packed_values_ = nullptr;
   const float* packed_scales_ = nullptr;

@@ -548,7 +548,7 @@ void gemm(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin,
 }
 
 void gemm(const RowsView& x, int64_t rows, const BytePanels& w, float* out, int64_t ld) {
-  const LeftRows left{x.data(), x.stride(), x.scales(), x.zeros()};
+  const LeftRows left{x.data() + w.first_input, x.stride(), x.scales(), x.zeros()};
   const int64_t all = rows * x.parts();
   for (int64_t p = 0; p * kPanelColumns < w.columns; ++p, out += kPanelColumns) {
     const PanelView panel(w, p);

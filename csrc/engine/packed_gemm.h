@@ -196,6 +196,7 @@ struct BytePanels {
   int64_t num_steps;
   int64_t panel_bytes, tail_bytes;  // from one panel, or PanelTail, to the next
   int64_t columns;
+  int64_t first_input = 0;  // of a row: that of the first step
 };
 // Does the same for all of these panels, without AMX. It writes whole vectors: ld >= round_up(columns, kPanelColumns).
 void gemm(const RowsView& x, int64_t rows, const BytePanels& w, float* out, int64_t ld);

@@ -50,3 +50,16 @@ def test_a_token_that_is_no_number_spoils_its_own_text_alone() -> None:
     texts = [[1, 2] * 150, [1, 3] * 150]
     rows = torch.from_numpy(packed(EXT, o, t).encode(texts, None, "none", False, 2)).split(300)
     assert rows[0].isfinite().all() and rows[1].isnan().all()
+
+
+@pytest.mark.slow  # 10 s
+def test_sums_over_very_many_tokens_fit() -> None:
+    # With equal weights and values, bytes of 70,000 tokens add up to more than 32 bits hold.
+    o, t = drawn(placement="pre", layers=1, d_model=8, heads=1, head_dim=8, d_ff=4, rotary=True, max_len=70_000)
+    t["encoder.layers.0.self_attn.in_proj_weight"][:] = 0
+    t["encoder.layers.0.self_attn.in_proj_bias"][:] = torch.tensor([0.0] * 16 + [1.0] * 8)
+    encoder = packed(EXT, {**o, "precision": "int8"}, t)
+    few, many = ([i % 70 for i in range(count)] for count in (SHORT, 70_000))
+    due = torch.from_numpy(encoder.encode([few], None, "none", False, 2))
+    rows = torch.from_numpy(encoder.encode([many], None, "none", False, 2))[: len(few)]
+    assert distance(rows, due) < 0.01
