@@ -41,6 +41,7 @@ from fastformer.kernels._launch import (
     unsupported_dtype,
     wrong_products,
 )
+from fastformer.kernels.add_layer_norm import _sum_partials_kernel
 
 GATES = ("swiglu", "geglu_tanh")  # activations with two inputs
 # The number of rows in the result of each product.
@@ -381,7 +382,13 @@ def _activated_backward(
             None if activation == "relu" else hidden, dbias, dropout, num_rows, row_step, hidden_dim,
             ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
-    return dpre, hidden, dout.new_empty(0) if dbias is None else dbias.sum(0).to(dout.dtype)
+    total = dout.new_empty(0 if dbias is None else columns)
+    if dbias is not None and columns:
+        launch(
+            _sum_partials_kernel, (cdiv(columns, 32), 1), dbias, total, None, parts,
+            DIM=columns, BLOCK_M=64, BLOCK_N=32, num_warps=4,
+        )  # fmt: skip
+    return dpre, hidden, total
 
 
 def why_unsupported(op_name: str, *, x: Tensor, **arguments: object) -> str | None:
