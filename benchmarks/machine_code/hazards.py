@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntFlag, auto
 from operator import or_
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from benchmarks.machine_code import sass
-
-State = TypeVar("State")
 
 
 class _State(IntFlag):
@@ -136,7 +134,7 @@ def orders(ptx: str) -> list[str]:
     for i, event in enumerate(events):
         if event.kind == "store" and _is_read_back(events, i):
             events[i] = event._replace(kind="")
-    states = _flow([event.successors for event in events], _State(0), lambda i, s: _after(events[i].kind, s), or_)
+    states = sass.flow([event.successors for event in events], _State(0), lambda i, s: _after(events[i].kind, s), or_)
     counts: Counter[str] = Counter()
     threads = re.search(r"\.reqntid\s+(\d+)", ptx)
     is_one_group = threads is not None and int(threads[1]) <= 128
@@ -164,32 +162,6 @@ def _is_read_back(events: list[_Ptx], store: int) -> bool:
                 seen.add(following)
                 work.append(following)
     return False
-
-
-def _flow(
-    successors: list[list[int]],
-    start: State,
-    after: Callable[[int, State], State],
-    merge: Callable[[State, State], State],
-) -> list[State | None]:
-    """Returns the state before each instruction; instructions without predecessors begin with `start`."""
-    states: list[State | None] = [None] * len(successors)
-    reached = {target for targets in successors for target in targets}
-    work = [i for i in range(len(successors)) if i == 0 or i not in reached]
-    for i in work:
-        states[i] = start
-    while work:
-        i = work.pop()
-        state = states[i]
-        assert state is not None
-        new = after(i, state)
-        for target in successors[i]:
-            old = states[target]
-            merged = new if old is None else merge(old, new)
-            if merged != old:
-                states[target] = merged
-                work.append(target)
-    return states
 
 
 # Registers in flight. The bits of an int represent a set of registers.
@@ -307,7 +279,7 @@ def in_flight(instructions: list[sass.Instruction]) -> list[str]:
             return _Flight(flight.groups, operands, results)
         return flight._replace(groups=flight.groups[-wait:] if wait else ()) if wait is not None else flight
 
-    flights = _flow(sass.successors(instructions), _Flight(), after, _joined)
+    flights = sass.flow(sass.successors(instructions), _Flight(), after, _joined)
     return list(_touched(instructions, products, flights))
 
 

@@ -1,13 +1,16 @@
 """Machine code as text (SASS, from nvdisasm), its loops, and the work of the instructions of a loop.
 
-A loop is found by its backward branch: a branch to a block that is on every path to the branch.
+A loop is found by its backward branch: a branch to an instruction that is on every path to the branch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from operator import and_
+from typing import Any, NamedTuple, TypeVar
+
+State = TypeVar("State")
 
 
 class Instruction(NamedTuple):
@@ -75,51 +78,30 @@ def successors(instructions: list[Instruction]) -> list[list[int]]:
     return result
 
 
-class Blocks(NamedTuple):
-    """The basic blocks, and the successors of each."""
-
-    spans: list[range]
-    successors: list[list[int]]
-    predecessors: list[list[int]]
-
-
-def _blocks(instructions: list[Instruction]) -> Blocks:
-    following = successors(instructions)
-    starts = {0}
-    for i, after in enumerate(following):
-        if after != [i + 1]:
-            starts |= {*after, i + 1}
-    ordered = sorted(start for start in starts if start < len(instructions))
-    spans = [range(*pair) for pair in zip(ordered, [*ordered[1:], len(instructions)], strict=True)]
-    number = {span.start: block for block, span in enumerate(spans)}
-    onward = [[number[after] for after in following[span[-1]]] for span in spans]
-    backward: list[list[int]] = [[] for _ in spans]
-    for block, targets in enumerate(onward):
-        for target in targets:
-            backward[target].append(block)
-    return Blocks(spans, onward, backward)
-
-
-def _dominators(blocks: Blocks) -> list[int]:
-    """Returns, for each block, the set (as bits) of blocks that are on every path to it from an entry."""
-    count = len(blocks.spans)
-    everything = (1 << count) - 1
-    # A block without a direct branch to it (a target of a jump table, another warp's part) is an entry, too.
-    before_it = [[p for p in blocks.predecessors[block] if p != block] for block in range(count)]
-    result = [everything if before_it[block] and block else 1 << block for block in range(count)]
-    changed = True
-    while changed:
-        changed = False
-        for block in range(1, count):
-            if not before_it[block]:
-                continue
-            common = everything
-            for before in before_it[block]:
-                common &= result[before]
-            common |= 1 << block
-            if common != result[block]:
-                result[block], changed = common, True
-    return result
+def flow(
+    successors: list[list[int]],
+    start: State,
+    after: Callable[[int, State], State],
+    merge: Callable[[State, State], State],
+) -> list[State | None]:
+    """Returns the state before each instruction. Entries, to which no branch leads, begin with `start`."""
+    states: list[Any] = [None] * len(successors)
+    reached = {target for targets in successors for target in targets}
+    for entry in sorted(range(len(successors)), key=lambda i: i > 0 and i in reached):
+        if states[entry] is not None:
+            continue
+        states[entry] = start
+        work = [entry]
+        while work:
+            i = work.pop()
+            new = after(i, states[i])
+            for target in successors[i]:
+                old = states[target]
+                merged = new if old is None else merge(old, new)
+                if merged != old:
+                    states[target] = merged
+                    work.append(target)
+    return states
 
 
 def loops(instructions: list[Instruction]) -> list[list[Instruction]]:
@@ -127,32 +109,31 @@ def loops(instructions: list[Instruction]) -> list[list[Instruction]]:
 
     A loop that only waits (for a barrier in shared memory, or the endless one after the last EXIT) does no work.
     """
-    if not instructions:
-        return []
-    blocks = _blocks(instructions)
-    dominators = _dominators(blocks)
-    bodies: dict[int, set[int]] = {}  # by the head block; branches with the same head form one loop
-    for block, targets in enumerate(blocks.successors):
+    following = successors(instructions)
+    before: list[list[int]] = [[] for _ in instructions]
+    for i, targets in enumerate(following):
+        for target in targets:
+            before[target].append(i)
+    # The instructions, as bits, that are on every path to one from an entry.
+    above = flow(following, 0, lambda i, state: state | 1 << i, and_)
+    bodies: dict[int, set[int]] = {}  # by the head; branches with the same head form one loop
+    for i, targets in enumerate(following):
         for head in targets:
-            if not dominators[block] >> head & 1:
+            if head != i and not (above[i] or 0) >> head & 1:
                 continue
             body = bodies.setdefault(head, {head})
-            todo = [block]
+            todo = [i]
             while todo:
                 if (member := todo.pop()) not in body:
                     body.add(member)
-                    todo += blocks.predecessors[member]
-    working = {
-        head: body
-        for head, body in bodies.items()
-        if any(instructions[i].base in _WORK for block in body for i in blocks.spans[block])
-    }
+                    todo += before[member]
+    working = {head: body for head, body in bodies.items() if any(instructions[i].base in _WORK for i in body)}
     inner = [
         body
         for head, body in sorted(working.items())
         if not any(other in body and working[other] < body for other in working if other != head)
     ]
-    return [[instructions[i] for block in sorted(body) for i in blocks.spans[block]] for body in inner]
+    return [[instructions[i] for i in sorted(body)] for body in inner]
 
 
 # Opcodes by kind. Matrix instructions: of a warp group (sm_90), with tensor memory (sm_100), of one warp.
