@@ -104,9 +104,9 @@ def _plain_keys() -> dict[int, str]:
 
 
 _PLAIN = _plain_keys()
-# The keys that a thread adds to those of its calls. Inference mode adds fewer, and gives the dispatcher little to do.
+# The keys that a thread adds to those of its calls: usually, and in inference mode.
 _QUIET = (_Keys(_Key.BackendSelect) | _Keys(_Key.ADInplaceOrView)).raw_repr()
-_QUIET_INFERENCE = _Keys(_Key.BackendSelect).raw_repr()
+_QUIET_MODES = _QUIET, _Keys(_Key.BackendSelect).raw_repr()
 # The Python types for each type of the schema; the dispatcher converts or refuses all others.
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TYPES: dict[str, frozenset[type]] = {
@@ -158,9 +158,9 @@ def nothing_watches() -> bool:
 
 
 def nothing_sees_ops() -> bool:
-    """Returns `nothing_watches` for a call that replaces several ops: also in inference mode, and without autocast."""
+    """Returns `nothing_watches` for a call without the dispatcher: also in inference mode, and without autocast."""
     return (
-        _included().raw_repr() in (_QUIET, _QUIET_INFERENCE)
+        _included().raw_repr() in _QUIET_MODES
         and not torch._C._is_torch_function_mode_enabled()
         and not torch._C._is_any_autocast_enabled()
         and forward_ad._current_level < 0
@@ -303,9 +303,9 @@ class Op(Backends, Generic[P, T]):
             The op's results; None for any other call, and under autocast.
         """
         checks = argument_checks()
-        if (  # `nothing_watches`, without a call
+        if (  # `nothing_sees_ops`, without a call
             not checks.is_fast
-            or _included().raw_repr() != _QUIET
+            or _included().raw_repr() not in _QUIET_MODES
             or torch._C._is_torch_function_mode_enabled()
             or torch._C._is_any_autocast_enabled()
             or forward_ad._current_level >= 0
@@ -327,7 +327,7 @@ class Op(Backends, Generic[P, T]):
     def settle(self, args: tuple[Any, ...]) -> None:
         """Remembers that the documented function has checked a call with these arguments."""
         checks = argument_checks()
-        if checks.is_fast and nothing_watches() and checks.device_of(args, self.tensor_indices)[0] is not None:
+        if checks.is_fast and nothing_sees_ops() and checks.device_of(args, self.tensor_indices)[0] is not None:
             _remember(self.checked, checks.geometry(args))
 
     def filled(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

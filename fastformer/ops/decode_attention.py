@@ -8,11 +8,13 @@ store, slot_table has the token of each position, and beams that continue one hi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastformer.ops import _extension
 from fastformer.ops._attention_reference import AttentionOptions, attend
@@ -204,6 +206,18 @@ def decode_attention(
             to gives NaN, as does a row with positions outside cos and sin; slots that are only read aren't checked.
         IndexError: on a CPU, a position is outside cos and sin; nothing has been written.
     """
+    is_usual = type(q) is Tensor and q.dim() == 4 and q.shape[3] > 0 and not torch.compiler.is_compiling()
+    if is_usual and softmax_scale is None:
+        softmax_scale = q.shape[3] ** -0.5
+    if is_usual := is_usual and type(softmax_scale) is float:
+        args = (
+            q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, softmax_scale, is_causal,
+            window_left, cos, sin, interleaved, softcap,
+        )  # fmt: skip
+        # The dispatcher counts the changes of the tensors that an op may write.
+        out = _op.repeat(*args, check_values=functools.partial(increment_version, (k_cache, v_cache)))
+        if out is not None:
+            return out
     refuse_derivatives("decode_attention", q, k_cache, v_cache, k, v)
     (q,) = autocast("decode_attention", q)
     k, v = autocast("decode_attention", k, v)
@@ -220,15 +234,17 @@ def decode_attention(
         raise ValueError(f"expected window_left to be an integer or None, got {window_left!r}")
     scale = resolve_scale(softmax_scale, q.shape[-1])
     left = resolve_bound(window_left)
-    args = (
+    resolved = (
         q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, left, cos, sin,
         interleaved, resolve_softcap(softcap),
     )  # fmt: skip
+    if is_usual and left == window_left:
+        _op.settle(resolved)
     if not torch.is_grad_enabled():
-        return _op(*args)
+        return _op(*resolved)
     # With gradients enabled, the result would seem to have a gradient, but its inputs in the cache are overwritten.
     with torch.no_grad():
-        return _op(*args)
+        return _op(*resolved)
 
 
 def _check_appended(

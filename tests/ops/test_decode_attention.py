@@ -440,3 +440,27 @@ def test_scattered_blocks(backend: str, device: str) -> None:
         expected = decode_attention(q, *(cache.contiguous().view(1, 3, 4, 16),) * 2, lengths)
         ours = decode_attention(q, cache, cache.clone(), lengths, slot_table=table)
         torch.testing.assert_close(ours, expected)
+
+
+def test_a_repeated_call_is_checked_as_the_first(device: str) -> None:
+    """Its geometry is not examined again, but its gradients and its values are; what it writes is counted."""
+    q, k = torch.randn(2, 2, 1, 4, 16, device=device)
+    cache = torch.randn(2, 8, 4, 16, device=device)
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
+
+    def step(q: Tensor = q, lengths: Tensor = lengths, cache: Tensor = cache) -> Tensor:
+        return decode_attention(q, cache, cache, lengths, k=k, v=k)
+
+    with torch.no_grad():
+        counts = [(step(), cache._version)[1] for _ in range(4)]
+        assert len(set(counts)) == 4
+        assert not step().requires_grad
+        with pytest.raises(ValueError, match="k and v of shape"):
+            step(q[:1])
+        with pytest.raises(ValueError, match="int32"):
+            step(lengths=lengths.long())
+        if device == "cpu":
+            with pytest.raises(ValueError, match="cache_seqlens"):
+                step(lengths=lengths + 9)
+    assert not step().requires_grad  # with gradients enabled
+    assert not step(q.clone().requires_grad_()).requires_grad
