@@ -61,6 +61,11 @@ def remember(plans: dict[Hashable, Plan], key: Hashable | None, plan: Plan) -> N
         plans[key] = plan
 
 
+def planned(plan: Callable[..., Plan]) -> Plan:
+    """Returns the launcher of an op: it plans a call, and runs it."""
+    return lambda *args: plan(*args)(*args)
+
+
 def forget() -> None:
     """Drops all plans, because a test replaced what they were made of."""
     for plans in _all_plans:

@@ -18,7 +18,7 @@ stream (which is the next op's input) and two fp32 numbers per row. fp32: all ar
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,7 +37,7 @@ from fastformer.kernels._launch import (
     unsupported_device,
     unsupported_dtype,
 )
-from fastformer.kernels._plans import Plan
+from fastformer.kernels._plans import Plan, planned
 from fastformer.kernels._rows import as_rows, existing, load_rows, load_vector, row_ptrs, store_rows
 
 WIDEST = 16384  # 32 elements per thread with 16 warps
@@ -305,11 +305,6 @@ def plan_add_layer_norm_fwd(
     return run
 
 
-def add_layer_norm_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Implements `fastformer::add_layer_norm_fwd`; returns (y, residual_out, mean, rstd)."""
-    return plan_add_layer_norm_fwd(*args)(*args)
-
-
 def plan_add_layer_norm_bwd(
     dy: Tensor, dresidual_out: Tensor | None, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     dropout_p: float, dropout_seed: Tensor | None, rms_norm: bool, has_bias: bool, x_dtype: torch.dtype,
@@ -373,6 +368,5 @@ def plan_add_layer_norm_bwd(
     return run
 
 
-def add_layer_norm_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Implements `fastformer::add_layer_norm_bwd`; returns (dx, dresidual, dweight, dbias)."""
-    return plan_add_layer_norm_bwd(*args)(*args)
+add_layer_norm_fwd = planned(plan_add_layer_norm_fwd)  # returns (y, residual_out, mean, rstd)
+add_layer_norm_bwd = planned(plan_add_layer_norm_bwd)  # returns (dx, dresidual, dweight, dbias)

@@ -59,7 +59,7 @@ from fastformer.kernels._launch import (
     unsupported_dtype,
     unsupported_products,
 )
-from fastformer.kernels._plans import Plan
+from fastformer.kernels._plans import Plan, planned
 from fastformer.kernels.attention_backward import plan_backward
 
 # The number of rows in the result of each product, in both copies of the loop: Q K^T and P V.
@@ -271,19 +271,9 @@ def plan_attention_fwd(
         return _few_queries.plan_few_queries(q, k, v, attn_mask, seqlens_k, *options)
     problem = describe_dense(q, k, seqlens_k, *options)
     forward = plan_forward(q, k, v, attn_mask, problem)
-
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, _scale: float,
-        _left: int | None, _right: int | None, _p: float, dropout_seed: Tensor | None, *_: object,
-    ) -> Any:  # fmt: skip
-        return forward(q, k, v, attn_mask, None, seqlens_k, dropout_seed)
-
-    return run
-
-
-def attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """Implements `fastformer::attention_fwd`; returns (out, lse)."""
-    return plan_attention_fwd(*args)(*args)
+    return lambda q, k, v, mask, lengths, _scale, _left, _right, _p, seed, *_: forward(
+        q, k, v, mask, None, lengths, seed
+    )
 
 
 def plan_attention_bwd(
@@ -296,20 +286,9 @@ def plan_attention_bwd(
         q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap
     )
     backward = plan_backward(dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad)
-
-    def run(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None,
-        seqlens_k: Tensor | None, _scale: float, _left: int | None, _right: int | None, _p: float,
-        dropout_seed: Tensor | None, *_: object,
-    ) -> Any:  # fmt: skip
-        return backward(dout, q, k, v, out, lse, attn_mask, None, seqlens_k, dropout_seed)
-
-    return run
-
-
-def attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Implements `fastformer::attention_bwd`; returns (dq, dk, dv, dmask)."""
-    return plan_attention_bwd(*args)(*args)
+    return lambda dout, q, k, v, out, lse, mask, lengths, _scale, _left, _right, _p, seed, *_: backward(
+        dout, q, k, v, out, lse, mask, None, lengths, seed
+    )
 
 
 def plan_varlen_attention_fwd(
@@ -318,19 +297,9 @@ def plan_varlen_attention_fwd(
     """Plans `varlen_attention_fwd` for calls of this geometry. The options are the schema's, from max_seqlen_q on."""
     problem = describe(q, k, "packed", cu_seqlens_q, cu_seqlens_k, *options)
     forward = plan_forward(q, k, v, None, problem)
-
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, _max_q: int, _max_k: int,
-        _scale: float, _left: int | None, _right: int | None, _p: float, dropout_seed: Tensor | None, *_: object,
-    ) -> Any:  # fmt: skip
-        return forward(q, k, v, None, cu_seqlens_q, cu_seqlens_k, dropout_seed)
-
-    return run
-
-
-def varlen_attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """Implements `fastformer::varlen_attention_fwd`; returns (out, lse)."""
-    return plan_varlen_attention_fwd(*args)(*args)
+    return lambda q, k, v, cu_q, cu_k, _max_q, _max_k, _scale, _left, _right, _p, seed, *_: forward(
+        q, k, v, None, cu_q, cu_k, seed
+    )
 
 
 def plan_varlen_attention_bwd(
@@ -340,20 +309,15 @@ def plan_varlen_attention_bwd(
     """Plans `varlen_attention_bwd` for calls of this geometry. The options are the schema's, from max_seqlen_q on."""
     problem = describe(q, k, "packed", cu_seqlens_q, cu_seqlens_k, *options)
     backward = plan_backward(dout, q, k, v, out, lse, None, problem, False)
-
-    def run(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor, _max_q: int, _max_k: int, _scale: float, _left: int | None, _right: int | None,
-        _p: float, dropout_seed: Tensor | None, *_: object,
-    ) -> Any:  # fmt: skip
-        return backward(dout, q, k, v, out, lse, None, cu_seqlens_q, cu_seqlens_k, dropout_seed)[:3]
-
-    return run
+    return lambda dout, q, k, v, out, lse, cu_q, cu_k, _max_q, _max_k, _scale, _left, _right, _p, seed, *_: backward(
+        dout, q, k, v, out, lse, None, cu_q, cu_k, seed
+    )[:3]
 
 
-def varlen_attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Implements `fastformer::varlen_attention_bwd`; returns (dq, dk, dv)."""
-    return plan_varlen_attention_bwd(*args)(*args)
+attention_fwd = planned(plan_attention_fwd)  # returns (out, lse)
+attention_bwd = planned(plan_attention_bwd)  # returns (dq, dk, dv, dmask)
+varlen_attention_fwd = planned(plan_varlen_attention_fwd)  # returns (out, lse)
+varlen_attention_bwd = planned(plan_varlen_attention_bwd)  # returns (dq, dk, dv)
 
 
 def describe_dense(q: Tensor, k: Tensor, seqlens_k: Tensor | None, *options: Any) -> Problem:

@@ -55,7 +55,7 @@ from fastformer.kernels._launch import (
     unsupported_dtype,
     unsupported_products,
 )
-from fastformer.kernels._plans import Plan
+from fastformer.kernels._plans import Plan, planned
 from fastformer.kernels._softcap import soft_capped
 from fastformer.kernels.rotary import load_turned
 
@@ -527,10 +527,7 @@ def plan_decode_attention(
     return run
 
 
-def decode_attention(*args: Any) -> Tensor:
-    """Implements `fastformer::decode_attention`; returns out, and appends k and v to the cache."""
-    out: Tensor = plan_decode_attention(*args)(*args)
-    return out
+decode_attention = planned(plan_decode_attention)  # returns out, and appends k and v to the cache
 
 
 def _in_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
