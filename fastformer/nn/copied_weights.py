@@ -69,16 +69,18 @@ def _weights_of(model: nn.Module) -> list[Tensor]:
 
     Not those that several layers share: their gradients are cast one by one and added in fp32.
     """
+    if not (torch.is_grad_enabled() and torch._C._is_any_autocast_enabled()):
+        return []
     uses: Counter[nn.Parameter | None] = Counter()
     for _, module in model.named_modules(remove_duplicate=False):
-        if getattr(module, "gradient_checkpointing", False):
+        if module.__dict__.get("gradient_checkpointing"):  # getattr takes long where it finds nothing
             return []
         if type(module) in LINEARS or isinstance(module, AttentionParameters):
             uses.update(module._parameters.values())
     output = getattr(model, "output_weight", None)
     weights: list[Tensor] = [weight for weight, count in {output: 1, **uses}.items() if count == 1 and _is_cast(weight)]
     on = {weight.device.type for weight in weights}
-    return weights if len(on) == 1 and torch.is_autocast_enabled(*on) and torch.is_grad_enabled() else []
+    return weights if len(on) == 1 and torch.is_autocast_enabled(*on) else []
 
 
 def _is_cast(weight: Any) -> TypeGuard[nn.Parameter]:

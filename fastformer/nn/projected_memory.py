@@ -43,8 +43,8 @@ def project_together(
 
     They do without gradients, where the next layer's keys could take the memory of the last one's. They also do on a
     CPU, where it isn't faster, in a compiled model, if modules are called (they may change what follows, or gather
-    their parameters), if a layer has one matrix for each of q, k and v, and if layers are recomputed in the backward
-    pass.
+    their parameters), if a layer has one matrix for each of q, k and v, or weights of another class, and if layers are
+    recomputed in the backward pass.
     """
     if torch.compiler.is_compiling() or memory is None or memory.device.type not in DEVICES:
         return None
@@ -54,7 +54,7 @@ def project_together(
         return None
     attentions: list[MultiheadAttention] = [layer.multihead_attn for layer in stack.layers]
     weights, biases = zip(*(attention.in_proj_parts() for attention in attentions), strict=True)
-    if any(weight is None or weight.shape[1] != memory.shape[-1] for _, weight in weights):
+    if any(type(weight) is not Tensor or weight.shape[1] != memory.shape[-1] for _, weight in weights):
         return None
     if any((bias is None) != (biases[0][1] is None) for _, bias in biases):
         return None

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastformer.nn import SequenceLayout, TransformerDecoder, TransformerDecoderLayer, projected_memory
+from fastformer.nn import (
+    MultiheadAttention,
+    SequenceLayout,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    projected_memory,
+)
 from fastformer.nn.projected_memory import project_together
 from fastformer.nn.stack import STACK_PLANS
 
@@ -88,5 +94,8 @@ def test_layers_project_by_themselves_where_together_would_change_more(monkeypat
     assert compare(hooked, monkeypatch) == 0
     model = decoder()
     monkeypatch.setattr(projected_memory, "DEVICES", {"cpu"})
+    memory = torch.randn(10, 16).double()
     with torch.no_grad():
-        assert project_together(model, STACK_PLANS.of(model), torch.randn(10, 16).double(), OF_MEMORY) is None
+        assert project_together(model, STACK_PLANS.of(model), memory, OF_MEMORY) is None
+    model.layers[1].multihead_attn = MultiheadAttention(16, 4, kdim=16, vdim=8, batch_first=True, dtype=torch.float64)
+    assert project_together(model, STACK_PLANS.of(model), memory, OF_MEMORY) is None
