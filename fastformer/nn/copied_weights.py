@@ -49,7 +49,7 @@ def copied_weights(model: nn.Module) -> Iterator[None]:
     The block is inside of autocast, and each backward pass follows one block. It changes nothing without autocast,
     where no gradients are needed, for weights that aren't in fp32, and for a model that recomputes layers in its
     backward pass: they have to be computed from the same tensors again. The copies aren't for DistributedDataParallel,
-    which sends the first gradients while others are computed: here all come at the end.
+    which sends the first gradients while others are computed: here all come at the end, and take memory until then.
     """
     weights = _weights_of(model)
     if not weights:

@@ -458,7 +458,8 @@ def copied(weight: T) -> T | Tensor:
 
     Not for use while torch.compile traces.
     """
-    return weight_copies.get().get(id(weight), weight)
+    copies = weight_copies.get()
+    return copies.get(id(weight), weight) if copies and torch._C._is_any_autocast_enabled() else weight
 
 
 # Queried once, because torch.compile of PyTorch 2.11 can't trace the query.

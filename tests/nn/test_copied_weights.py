@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models import BERT, GPT, BERTConfig, GPTConfig, Transformer
 from fastformer.nn.copied_weights import copied_weights
+from fastformer.nn.linear import Linear
 
 SIZES: dict[str, Any] = {"d_model": 32, "num_heads": 2, "d_ff": 64, "max_len": 32}
 IDS = torch.arange(5, 29).view(2, 12)
@@ -80,3 +82,11 @@ def test_weights_that_need_no_cast_or_are_computed_with_again_are_left(options: 
     found, together = gradients(model, loss, copied_weights(model), **options)
     assert together == 0
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_part_without_autocast_uses_the_weights() -> None:
+    model, x = Linear(8, 4), torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16), copied_weights(model):
+        assert model(x).dtype == torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(model(x), F.linear(x, model.weight, model.bias))
