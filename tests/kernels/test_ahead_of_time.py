@@ -198,7 +198,26 @@ def test_a_key_holds_all_that_a_binary_was_specialised_on() -> None:
     assert key(*base[0], kernel=JITFunction(_other), **base[1]) != keys[0]
 
 
-def test_a_launch_takes_its_binary_from_a_file(folder: Path, stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
+ARGS: tuple[Any, ...] = (torch.zeros(64), 32, 0.5, (7, 16, torch.zeros(64)))
+OPTIONS: dict[str, Any] = {"FLAG": True, "num_warps": 4}
+
+
+@pytest.fixture
+def in_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A kernel whose binary is in a file, on a device of sm_90 without a compiler."""
+
+    def no_compiler(*_: object) -> None:
+        raise RuntimeError("the compiler was asked")
+
+    for name in ("_compiled", "_ready"):
+        monkeypatch.setattr(_launch, name, {})
+    monkeypatch.setattr(_host, "active", StubDevice(90))
+    monkeypatch.setattr(_binaries, "compile_kernel", no_compiler)
+    _binaries.write(folder / _binaries.file_name(90), 90, {key(*ARGS, **OPTIONS): BINARY})
+    return JITFunction(_kernel)
+
+
+def test_a_launch_takes_its_binary_from_a_file(in_a_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the file lacks the binary, the launch compiles it; watchers are called for both."""
     recipes: list[tuple[Any, ...]] = []
     launched: list[tuple[object, ...]] = []
@@ -207,35 +226,24 @@ def test_a_launch_takes_its_binary_from_a_file(folder: Path, stub: ctypes.CDLL, 
         recipes.append(recipe)
         return lambda *args: launched.append(args)
 
-    def no_compiler(*_: object) -> None:
-        raise RuntimeError("the compiler was asked")
-
-    for name in ("_compiled", "_ready"):
-        monkeypatch.setattr(_launch, name, {})
     seen: list[Any] = []
     monkeypatch.setattr(_launch, "watchers", [seen.append])
-    monkeypatch.setattr(_host, "active", StubDevice(90))
     monkeypatch.setattr(_host, "extension_function", lambda name: make)
-    monkeypatch.setattr(_binaries, "compile_kernel", no_compiler)
-    kernel, x = JITFunction(_kernel), torch.zeros(64)
-    args: tuple[object, ...] = (x, 32, 0.5, (7, 16, x))
-    options: dict[str, Any] = {"FLAG": True, "num_warps": 4}
-    _binaries.write(folder / _binaries.file_name(90), 90, {key(*args, **options): BINARY})
-    run = _launch.Launch(kernel, (3,), **options)
+    run, x = _launch.Launch(in_a_file, (3,), **OPTIONS), ARGS[0]
     for _ in range(3):
-        run(*args)
-        _launch.launch(kernel, (3,), *args, **options)
-    _launch.launch(kernel, (3,), x, 64, 0.5, (7, 32, x), **options)  # specialised alike
+        run(*ARGS)
+        _launch.launch(in_a_file, (3,), *ARGS, **OPTIONS)
+    _launch.launch(in_a_file, (3,), x, 64, 0.5, (7, 32, x), **OPTIONS)  # specialised alike
     assert recipes == [((BINARY.cubin, "kernel"), 128, 1024, 0, BINARY.layout, BINARY.maps)]
-    assert launched[:6] == [(3, 1, 1, 77, *args)] * 6
+    assert launched[:6] == [(3, 1, 1, 77, *ARGS)] * 6
     ((name, arch, _, origin, seconds, binary),) = seen
     assert (name, arch, origin, binary) == ("_kernel", 90, "file", BINARY) and seconds > 0
     with pytest.raises(RuntimeError, match="compiler"):
-        _launch.launch(kernel, (3,), x[1:], 32, 0.5, (7, 16, x), **options)
+        _launch.launch(in_a_file, (3,), x[1:], *ARGS[1:], **OPTIONS)
 
 
-def test_a_launch_without_the_extension_takes_its_binary_from_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Triton's own launcher then gets the binary, and nothing is compiled."""
+def test_a_launch_without_the_extension_takes_its_binary_from_a_file(in_a_file: Any, monkeypatch: pytest.MonkeyPatch):
+    """Triton's own launcher gets the binary."""
     loaded: list[tuple[object, ...]] = []
     launched: list[tuple[object, ...]] = []
 
@@ -253,26 +261,18 @@ def test_a_launch_without_the_extension_takes_its_binary_from_a_file(folder: Pat
             return 1, 2, 0, 0, 1024
 
         def launcher_cls(self, source: Any, metadata: Any) -> Start:
-            assert source.signature["strides"] == ("i32", "i32", "*fp32") and source.fn is kernel
+            assert source.signature["strides"] == ("i32", "i32", "*fp32") and source.fn is in_a_file
             assert metadata.tensordesc_meta == [
                 {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False}
             ]
             return lambda *args: launched.append(args)
 
-    for name in ("_compiled", "_ready"):
-        monkeypatch.setattr(_launch, name, {})
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    monkeypatch.setattr(_host, "active", StubDevice(90))
     monkeypatch.setattr(_host, "extension_function", lambda name: None)
-    monkeypatch.delattr(_binaries, "compile_kernel")
-    kernel, x = JITFunction(_kernel), torch.zeros(64)
-    args: tuple[object, ...] = (x, 32, 0.5, (7, 16, x))
-    options: dict[str, Any] = {"FLAG": True, "num_warps": 4}
-    _binaries.write(folder / _binaries.file_name(90), 90, {key(*args, **options): BINARY})
     for _ in range(2):
-        _launch.launch(kernel, (3,), *args, **options)
+        _launch.launch(in_a_file, (3,), *ARGS, **OPTIONS)
     assert loaded == [(BINARY.name, BINARY.cubin, BINARY.shared, 0)]
-    assert launched == [(3, 1, 1, 77, 2, (4, 1, 1024), None, None, None, *args, True, 16)] * 2
+    assert launched == [(3, 1, 1, 77, 2, (4, 1, 1024), None, None, None, *ARGS, True, 16)] * 2
     for store in (_launch._compiled, _launch._ready):
         store.clear()  # from Triton 3.8 on, the driver unloads what nothing refers to
 

@@ -21,19 +21,6 @@ def listing(code: str) -> str:
     return "\n".join(lines)
 
 
-def test_lines_are_parsed() -> None:
-    code = parse(
-        "\t.section\t.text._kernel\n.text._kernel:\n"
-        "        /*0000*/              @!P0 BRA `(.L_x_0) ;\n"
-        "        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], R24, gsb0 ;\n"
-        ".L_x_0:\n        /*0020*/                   NOP;\n"
-    )
-    assert [instruction.address for instruction in code] == [0, 16, 32]
-    assert [instruction.opcode for instruction in code] == ["BRA", "HGMMA.64x64x16.F32.BF16", "NOP"]
-    assert code[0].predicate == "@!P0" and code[0].target == 32
-    assert code[1].operands == "R24, gdesc[UR12], R24, gsb0" and code[1].predicate == "" and code[1].target is None
-
-
 SPIN = """
     .L_x_0:
     SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
@@ -60,18 +47,6 @@ BRANCHES = """
     EXIT
 """
 LOOPS = {
-    "between a backward branch and its target, and not the endless branch behind EXIT": (
-        """
-        LDG.E R2, desc[UR4][R2.64]
-        .L_x_1:
-        FFMA R2, R2, R3, R4
-        @P0 BRA `(.L_x_1)
-        EXIT
-        .L_x_2:
-        BRA `(.L_x_2)
-        """,
-        [["FFMA", "BRA"]],
-    ),
     "only inner loops": (
         """
         .L_x_0:
@@ -303,7 +278,7 @@ FLIGHT = """
     "between, behind, expected",
     [
         ("MOV R8, R9", "MOV R4, R5", []),
-        ("MOV R7, R9", "NOP", ["MOV", "operand"]),
+        ("MOV R7, R9", "NOP", ["MOV at 0x30", "operand"]),
         ("LDS.128 R4, [R60]", "NOP", ["LDS.128", "operand"]),
         ("IMAD.WIDE R6, R60, R61, RZ", "NOP", ["IMAD.WIDE", "operand"]),
         ("FADD R60, R61, R31", "NOP", ["FADD", "result"]),
