@@ -60,7 +60,11 @@ void attend_by(Head& head, const float* q, int64_t q_stride, int64_t rows, float
     // Start at a slice with the first visible key, so that the sums don't depend on which rows are computed together.
     const int64_t from = first(begin) / Head::kSlice * Head::kSlice;
     const int64_t count = std::max<int64_t>(0, end(begin + m - 1) - from);
-    const Seen seen{from, count, round_up(std::max<int64_t>(1, count), Head::kWidth)};
+    if (count == 0) {  // there may be no key at `from`
+      for (int64_t i = 0; i < m; ++i) std::fill_n(out + (begin + i) * out_stride, head.dim(), 0.f);
+      continue;
+    }
+    const Seen seen{from, count, round_up(count, Head::kWidth)};
     float* const scores = head.multiply_keys(q + begin * q_stride, q_stride, m, seen);
     float inverse[kQueryRows];
     for (int64_t i = 0; i < m; ++i) {

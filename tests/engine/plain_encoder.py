@@ -138,7 +138,8 @@ def states(
         if window >= 0:
             scores = scores.masked_fill(away.abs() > window, -torch.inf)
         scores[..., :unseen] = -torch.inf
-        context = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        weights = scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+        context = (weights @ v).transpose(0, 1).flatten(1)
         return F.linear(context, t[f"{name}.out_proj.weight"], t[f"{name}.out_proj.bias"])
 
     def feed_forward(x: Tensor, i: int) -> Tensor:

@@ -52,6 +52,20 @@ def test_a_token_that_is_no_number_spoils_its_own_text_alone() -> None:
     assert rows[0].isfinite().all() and rows[1].isnan().all()
 
 
+def test_tokens_that_see_nothing_read_nothing() -> None:
+    # They come behind the window of the last of 256 tokens, where the memory still has the bytes of a longer text.
+    o, t = drawn(placement="pre", layers=1, rotary=True, local=False, windows=(4,), max_len=1024)
+    value = torch.tensor([1, *[-1 / 127] * 7])  # as bytes 127 and -1; four of -1 are NaN as a float
+    t["encoder.layers.0.self_attn.in_proj_weight"][2 * o["d_model"] :] = 0
+    t["encoder.layers.0.self_attn.in_proj_bias"][2 * o["d_model"] :] = value.repeat(o["num_heads"])
+    encoder = packed(EXT, {**o, "precision": "int8"}, t)
+    (long, ids), _ = texts_of(random.Random(0), o, t, [1024, LONG + 20])
+    encoder.encode([long], None, "none", False, 1)
+    places = [*range(LONG + 10, LONG + 30), *range(LONG)]
+    rows = torch.from_numpy(encoder.encode([ids], None, "none", False, 1, None, [places], [20]))
+    assert distance(rows, states(o, t, ids, None, torch.float64, places, 20)) < 0.1
+
+
 @pytest.mark.slow  # 10 s
 def test_sums_over_very_many_tokens_fit() -> None:
     # With equal weights and values, bytes of 70,000 tokens add up to more than 32 bits hold.
