@@ -417,7 +417,8 @@ class Trainer:
 
     def _copied_weights(self) -> contextlib.AbstractContextManager[object]:
         # Without a launch for each, as on a CPU, copies gain nothing. Several processes send gradients as they come.
-        wanted = has_graphs(self.device) and self.world.size == 1
+        # The LSTM is made of PyTorch's modules, which know of no copies.
+        wanted = has_graphs(self.device) and self.world.size == 1 and self.config.model != "lstm"
         return copied_weights(self.model) if wanted else contextlib.nullcontext()
 
     def validate(self, model: nn.Module) -> Scores:
