@@ -105,8 +105,9 @@ def _plain_keys() -> dict[int, str]:
 
 _PLAIN = _plain_keys()
 # The keys that a thread adds to those of its calls: usually, and in inference mode.
-_QUIET = (_Keys(_Key.BackendSelect) | _Keys(_Key.ADInplaceOrView)).raw_repr()
-_QUIET_MODES = _QUIET, _Keys(_Key.BackendSelect).raw_repr()
+_QUIET_MODES = tuple(
+    keys.raw_repr() for keys in (_Keys(_Key.BackendSelect) | _Keys(_Key.ADInplaceOrView), _Keys(_Key.BackendSelect))
+)
 # The Python types for each type of the schema; the dispatcher converts or refuses all others.
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TYPES: dict[str, frozenset[type]] = {
@@ -150,7 +151,7 @@ class TensorIndices(dict[tuple[type, ...], tuple[int, ...]]):
 def nothing_watches() -> bool:
     """Returns whether this thread has no active mode, transform or profiler. Not for use while torch.compile traces."""
     return (
-        _included().raw_repr() == _QUIET
+        _included().raw_repr() in _QUIET_MODES
         and not torch._C._is_torch_function_mode_enabled()
         and forward_ad._current_level < 0
         and not torch._C._autograd._profiler_enabled()  # a profiler shows the calls of the dispatcher
@@ -158,14 +159,8 @@ def nothing_watches() -> bool:
 
 
 def nothing_sees_ops() -> bool:
-    """Returns `nothing_watches` for a call without the dispatcher: also in inference mode, and without autocast."""
-    return (
-        _included().raw_repr() in _QUIET_MODES
-        and not torch._C._is_torch_function_mode_enabled()
-        and not torch._C._is_any_autocast_enabled()
-        and forward_ad._current_level < 0
-        and not torch._C._autograd._profiler_enabled()
-    )
+    """Returns `nothing_watches` for a call whose ops need no cast: without autocast."""
+    return nothing_watches() and not torch._C._is_any_autocast_enabled()
 
 
 def device_of(args: tuple[Any, ...], tensor_indices: TensorIndices) -> tuple[str | None, bool]:

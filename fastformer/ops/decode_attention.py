@@ -209,7 +209,7 @@ def decode_attention(
     is_usual = type(q) is Tensor and q.dim() == 4 and q.shape[3] > 0 and not torch.compiler.is_compiling()
     if is_usual and softmax_scale is None:
         softmax_scale = q.shape[3] ** -0.5
-    if is_usual := is_usual and type(softmax_scale) is float:
+    if is_usual:
         args = (
             q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, softmax_scale, is_causal,
             window_left, cos, sin, interleaved, softcap,

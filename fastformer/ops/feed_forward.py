@@ -243,12 +243,14 @@ def feed_forward(
     if not dropout_p and (copy := acting_copy(x, weight1, bias1)) is not None:
         pre = quantized_linear(x, copy, bias1, is_wide=True)
         return linear(_activate(pre, activation).to(x.dtype), weight2, bias2)
-    if not torch.compiler.is_compiling() and type(x) is Tensor and x.dim() == 2:
+    is_usual = not torch.compiler.is_compiling() and type(x) is Tensor and x.dim() >= 2 and x.shape[-1] > 0
+    if is_usual:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
         needs_saved = needs_gradient(x, weight1, bias1, weight2, bias2)
-        outputs = _fwd.repeat(x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        outputs = _fwd.repeat(rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
         if outputs is not None:
-            return outputs[0]
+            return outputs[0] if x.dim() == 2 else outputs[0].reshape(*x.shape[:-1], weight2.shape[0])
     if activation not in ACTIVATIONS:
         raise ValueError(f"expected an activation in {ACTIVATIONS}, got {activation!r}")
     x, weight1, weight2 = autocast("feed_forward", x, weight1, weight2)
@@ -273,7 +275,7 @@ def feed_forward(
     # pass will follow. A trace is repeated to check it, and has to be the same with gradients and without.
     needs_saved = torch._C._get_tracing_state() is not None or needs_gradient(x, weight1, bias1, weight2, bias2)
     args = (rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
-    if not torch.compiler.is_compiling() and x.dim() == 2:
+    if is_usual:
         _fwd.settle(args)
     out = _fwd(*args)[0]
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight2.shape[0])

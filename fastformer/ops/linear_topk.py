@@ -178,6 +178,10 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True, so
     Raises:
         ValueError: shapes or dtypes don't agree, k isn't an integer from 1 to vocab_size, or softcap is below 0.
     """
+    is_usual = not torch.compiler.is_compiling() and type(x) is Tensor and x.dim() == 2 and isinstance(weight, Tensor)
+    is_usual = is_usual and acting_copy(x, weight) is None
+    if is_usual and (best := _op.repeat(x, weight, k, log_probs, softcap)) is not None:
+        return TopK(*best)
     refuse_derivatives("linear_topk", x, weight)
     x, weight = autocast("linear_topk", x, weight)
     check_linear(x, weight, None, "vocab_size")
@@ -192,6 +196,8 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True, so
         # A call that differentiates the result gets an error instead of zeros.
         x, weight = x.detach(), weight.detach()
     # A decode step takes well under a millisecond: even views that change nothing would be noticeable.
+    if is_usual:
+        _op.settle((x, weight, k, log_probs, cap))
     if x.dim() == 2:
         return TopK(*_op(x, weight, k, log_probs, cap))
     values, indices = _op(x.reshape(-1, x.shape[-1]), weight, k, log_probs, cap)

@@ -281,22 +281,27 @@ def test_a_tensor_that_backward_needs_may_not_be_changed(mode: Any) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["attention", "varlen_attention", "feed_forward", "linear_cross_entropy"])
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "varlen_attention", "feed_forward", "wide_feed_forward", "linear_cross_entropy", "linear_topk"],
+)
 def test_autocast_casts_calls_that_were_checked_without_it(name: str) -> None:
-    if forced_backend.get() is not None and "attention" in name:
-        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
+    if forced_backend.get() is not None and ("attention" in name or "topk" in name):
+        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly, or there is no kernel")
     q, weight, ends = torch.randn(2, 5, 2, 8), torch.randn(16, 16), torch.tensor([0, 5, 10], dtype=torch.int32)
     rows = q.view(10, 2, 8)
     calls: dict[str, Callable[[], Tensor]] = {
         "attention": lambda: ops.attention(q, q, q),
         "varlen_attention": lambda: ops.varlen_attention(rows, rows, rows, ends, ends, 5, 5),
         "feed_forward": lambda: ops.feed_forward(rows.view(10, 16), weight, None, weight, None),
+        "wide_feed_forward": lambda: ops.feed_forward(q.view(2, 5, 16), weight, None, weight, None),
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(rows.view(10, 16), weight, torch.arange(10)),
+        "linear_topk": lambda: ops.linear_topk(rows.view(10, 16), weight, 3).values,
     }
     plain = [calls[name]() for _ in range(2)][1]
     with torch.autocast("cpu", torch.bfloat16):
         cast = calls[name]()
-    assert cast.dtype == (torch.float32 if "entropy" in name else torch.bfloat16)
+    assert cast.dtype == (torch.float32 if "linear_" in name else torch.bfloat16)
     assert not torch.equal(cast.float(), plain) and torch.equal(calls[name](), plain)
 
 

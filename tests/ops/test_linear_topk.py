@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -270,3 +273,16 @@ def test_equal_capped_logits_are_ordered_by_index(backend: str, device: str) -> 
     values, indices = linear_topk(x, weight, 8, log_probs=False, softcap=1.0)
     assert torch.equal(values, torch.ones_like(values))
     assert indices.tolist() == [[0, 1, 2, 3, 4, 5, 6, 8]] * 2
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_call_like_the_one_before_is_checked(context: Callable[[], Any], backend: str, device: str) -> None:
+    x, weight = make_inputs((2, 8), 9, device)
+    with context():
+        first = linear_topk(x, weight, 1)
+        assert all(torch.equal(*pair) for pair in zip(linear_topk(x, weight, 1), first, strict=True))
+        for k, log_probs in ((True, True), (1, 1)):  # equal to 1 and True
+            with pytest.raises(ValueError, match="expected (k|log_probs)"):
+                linear_topk(x, weight, k, log_probs=log_probs)
+    weight.requires_grad_()
+    assert not linear_topk(x, weight, 1).values.requires_grad
