@@ -1,5 +1,6 @@
 #include "engine/int8_head.h"
 
+#include <array>
 #include <cstring>
 #include <numeric>
 
@@ -27,6 +28,21 @@ const PanelTail& tail_of_values() {
     return ones;
   }();
   return tail;
+}
+
+// What is added to the weights of a panel of keys before they are rounded. Of the many weights below half of a step in a
+// long text, as many become 1 as they add up to. A weight of 0 stays 0.
+const float* shifts_of_weights() {
+  static const auto shifts = [] {
+    std::array<float, kPanelColumns> all{};
+    for (int i = 0; i < kPanelColumns; ++i) {
+      int place = 0;  // the bits of i in reverse, so that those of neighbours lie far apart
+      for (int bit = 1; bit < kPanelColumns; bit *= 2) place = 2 * place + ((i & bit) != 0);
+      all[i] = (place + 0.5f) / kPanelColumns - 0.5f;
+    }
+    return all;
+  }();
+  return shifts.data();
 }
 
 }  // namespace
@@ -123,7 +139,7 @@ float* Int8Head::multiply_keys(const float* q, int64_t q_stride, int64_t rows, c
 
 float Int8Head::weigh(int64_t row, float* x, float lowered, float scale2, const Seen& seen) {
   const float sum = weigh_row<false>(x, seen.width, lowered, scale2, packed_scales_ + seen.from, x);
-  weights_.store(row, x);
+  weights_.store(row, x, shifts_of_weights());
   return sum;
 }
 

@@ -496,7 +496,7 @@ void PackedRows::resize(int64_t rows, int64_t k, Precision precision, int64_t pa
   if (std::ssize(sums_) < sums) sums_.resize(sums);
 }
 
-void PackedRows::store(int64_t row, const float* x) {
+void PackedRows::store(int64_t row, const float* x, const float* shifts) {
   row *= parts_;
   char* to = data_.data() + row * stride_;
   if (precision_ == Precision::fp32) {
@@ -522,7 +522,9 @@ void PackedRows::store(int64_t row, const float* x) {
       scales_[row + 1] = scale.scale, zeros_[row + 1] = zero & 255;
     }
     for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
-      const Lanes whole = whole_of(is_zero ? V(0.f) : V::load(x + c, count) * V(scale.inverse), zero);
+      V exact = is_zero ? V(0.f) : V::load(x + c, count) * V(scale.inverse);
+      if (shifts != nullptr) exact = exact + V::load(shifts + c % kPanelColumns);
+      const Lanes whole = whole_of(exact, zero);
       uint8_t* bytes = reinterpret_cast<uint8_t*>(to) + c;
       if (!is_fine) return store_bytes(whole, bytes);
       store_bytes(high_bytes(in_16_bits(whole)), bytes);

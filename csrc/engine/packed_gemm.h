@@ -141,8 +141,9 @@ class PackedRows {
 
   // Rounds or quantises a row of k floats. Different threads may store different rows at once. For int8 and int4, a row
   // gets the scale NaN if it contains NaN or infinity, or if its range overflows fp32. A row whose range is below
-  // 2^-120, or 2^-112 in 16 bits, is stored as zeros.
-  void store(int64_t row, const float* x);
+  // 2^-120, or 2^-112 in 16 bits, is stored as zeros. shifts: kPanelColumns numbers between -1/2 and 1/2, which are
+  // added to each kPanelColumns whole numbers of int8 before they are rounded; null: none.
+  void store(int64_t row, const float* x, const float* shifts = nullptr);
   // Copies a row of rows of the same k and precision.
   void copy(int64_t row, const PackedRows& from, int64_t from_row);
 

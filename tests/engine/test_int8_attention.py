@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -42,6 +43,20 @@ def test_many_small_weights_count_beside_a_large_one(length: int) -> None:
     (ids,), _ = texts_of(random.Random(0), o, t, [length])
     rows = torch.from_numpy(encoder.encode([ids], None, "none", False, 1))
     assert distance(rows, states(o, t, ids, None, torch.float64)) < 0.02
+
+
+def test_weights_below_half_of_a_step_add_up() -> None:
+    # All values are 1, and so is their mean, of which 8,000 tokens that see themselves 160,000 times as much have 5 %.
+    o, t = drawn(placement="pre", layers=1, d_model=8, heads=1, head_dim=8, d_ff=4, distances=1, max_len=8000)
+    t["encoder.layers.0.self_attn.in_proj_weight"][:] = 0
+    t["encoder.layers.0.self_attn.in_proj_bias"][:] = torch.tensor([0.0] * 16 + [1.0] * 8)
+    t["encoder_position_bias"][:] = torch.tensor([0, math.log(160_000) * o["head_dim"] ** 0.5, 0])
+    encoder = packed(EXT, {**o, "precision": "int8"}, t)
+    due, rows = (
+        torch.from_numpy(encoder.encode([[i % 70 for i in range(count)]], None, "none", False, 2))[:SHORT]
+        for count in (SHORT, 8000)
+    )
+    assert distance(rows, due) < 0.005
 
 
 def test_a_token_that_is_no_number_spoils_its_own_text_alone() -> None:
