@@ -30,8 +30,8 @@ const PanelTail& tail_of_values() {
   return tail;
 }
 
-// What is added to the weights of a panel of keys before they are rounded. Of the many weights below half of a step in a
-// long text, as many become 1 as they add up to. A weight of 0 stays 0.
+// What is added to the weights of a panel of keys before they are rounded. Of the many weights below half of a step in
+// a long text, as many become 1 as they add up to. A weight of 0 stays 0.
 const float* shifts_of_weights() {
   static const auto shifts = [] {
     std::array<float, kPanelColumns> all{};
