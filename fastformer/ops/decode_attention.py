@@ -214,7 +214,7 @@ def decode_attention(
             q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, softmax_scale, is_causal,
             window_left, cos, sin, interleaved, softcap,
         )  # fmt: skip
-        # The dispatcher counts the changes of the tensors that an op may write.
+        # Autograd has to know what an op of torch.library writes.
         out = _op.repeat(*args, check_values=functools.partial(increment_version, (k_cache, v_cache)))
         if out is not None:
             return out
@@ -238,8 +238,10 @@ def decode_attention(
         q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, left, cos, sin,
         interleaved, resolve_softcap(softcap),
     )  # fmt: skip
-    if is_usual and left == window_left:
-        _op.settle(resolved)
+    if is_usual:
+        increment_version((k_cache, v_cache))
+        if left == window_left:
+            _op.settle(resolved)
     if not torch.is_grad_enabled():
         return _op(*resolved)
     # With gradients enabled, the result would seem to have a gradient, but its inputs in the cache are overwritten.
