@@ -451,10 +451,13 @@ weight_copies: ContextVar[Mapping[int, Tensor]] = ContextVar("fastformer_weight_
 def copied(weight: T) -> T | Tensor:
     """Returns the copy of a weight in the autocast dtype if a pass has one, else the argument, which may be anything.
 
-    Not for use while torch.compile traces.
+    A part of a model may turn autocast off, or cast to another dtype. Not for use while torch.compile traces.
     """
     copies = weight_copies.get()
-    return copies.get(id(weight), weight) if copies and torch._C._is_any_autocast_enabled() else weight
+    copy = copies.get(id(weight)) if copies else None
+    if copy is None or not torch.is_autocast_enabled(device := copy.device.type):
+        return weight
+    return copy if copy.dtype == torch.get_autocast_dtype(device) else weight
 
 
 # Queried once, because torch.compile of PyTorch 2.11 can't trace the query.

@@ -84,9 +84,11 @@ def test_weights_that_need_no_cast_or_are_computed_with_again_are_left(options: 
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_part_without_autocast_uses_the_weights() -> None:
+def test_a_part_without_autocast_or_of_another_dtype_uses_the_weights() -> None:
     model, x = Linear(8, 4), torch.randn(3, 8)
     with torch.autocast("cpu", torch.bfloat16), copied_weights(model):
         assert model(x).dtype == torch.bfloat16
         with torch.autocast("cpu", enabled=False):
             assert torch.equal(model(x), F.linear(x, model.weight, model.bias))
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(model(x), F.linear(x.half(), model.weight.half(), model.bias.half()))
