@@ -58,9 +58,10 @@ def project_together(
         return None
     if any((bias is None) != (biases[0][1] is None) for _, bias in biases):
         return None
-    bias = None if biases[0][1] is None else torch.cat([bias for _, bias in biases])
     sizes = [attention.kv_dim for attention in attentions for _ in "kv"]
-    parts = linear(memory, torch.cat([weight for _, weight in weights]), bias).split(sizes, dim=-1)
+    weight = torch.cat([weight for _, weight in weights])
+    bias = None if biases[0][1] is None else torch.cat([bias for _, bias in biases]).to(weight.dtype)
+    parts = linear(memory, weight, bias).split(sizes, dim=-1)
     return [
         ProjectedMemory(k, v, weight, bias)
         for k, v, (weight, _), (bias, _) in zip(parts[::2], parts[1::2], weights, biases, strict=True)
