@@ -18,13 +18,21 @@ Object attribute(PyObject* object, const char* name) {
   return Object(python::sure(PyObject_GetAttrString(object, name)));
 }
 
+// The dispatch keys of plain strided tensors of a device: of those that autograd may track, and of those that were made
+// in inference mode.
+struct Keys {
+  uint64_t tracked, untracked;
+
+  bool contains(uint64_t keys) const { return keys == tracked || keys == untracked; }
+};
+
 // Objects of PyTorch that are looked up once and stay alive.
 struct Torch {
   PyObject *tensor, *parameter, *dtype;          // classes
   PyObject *is_deterministic, *keys_of;          // functions
   PyObject *raw_repr, *requires_grad, *version;  // names
   PyObject *cpu, *cuda;                          // strings
-  uint64_t cpu_keys, cuda_keys;                  // dispatch keys of plain strided tensors
+  Keys cpu_keys, cuda_keys;
   int (*read)(void* object, dlpack::Tensor* tensor);
 };
 Torch torch;
@@ -35,16 +43,18 @@ uint64_t number(PyObject* object) {
   return found;
 }
 
-// Returns the dispatch keys of a plain strided tensor, which autograd may track.
-uint64_t plain_keys(PyObject* c_module, const std::string& device) {
+Keys plain_keys(PyObject* c_module, const std::string& device) {
   const Object key = attribute(c_module, "DispatchKey"), set = attribute(c_module, "DispatchKeySet");
-  Object all;
-  for (const std::string& name : {device, "Autocast" + device, "Autograd" + device, std::string("ADInplaceOrView")}) {
+  const auto with = [&](const Object& others, const std::string& name) {
     const Object one = attribute(key.get(), name.c_str());
     Object keys(python::sure(PyObject_CallFunctionObjArgs(set.get(), one.get(), nullptr)));
-    all = all ? Object(python::sure(PyNumber_Or(all.get(), keys.get()))) : std::move(keys);
-  }
-  return number(Object(python::sure(PyObject_CallMethod(all.get(), "raw_repr", nullptr))).get());
+    return others ? Object(python::sure(PyNumber_Or(others.get(), keys.get()))) : std::move(keys);
+  };
+  const auto raw = [](const Object& keys) {
+    return number(Object(python::sure(PyObject_CallMethod(keys.get(), "raw_repr", nullptr))).get());
+  };
+  const Object untracked = with(with(Object(), device), "Autocast" + device);
+  return {raw(with(with(untracked, "Autograd" + device), "ADInplaceOrView")), raw(untracked)};
 }
 
 // Returns whether this version of PyTorch has all attributes that are read here.
@@ -175,7 +185,7 @@ Object device_of(PyObject* args, PyObject* tensor_indices) {
   const auto found = [](PyObject* device, bool requires_grad) {
     return python::make_tuple(Object::borrowed(device), requires_grad);
   };
-  uint64_t seen = 0;
+  const Keys* seen = nullptr;
   bool requires_grad = false;
   const Py_ssize_t tensors = PyTuple_Size(where.get());
   for (Py_ssize_t i = 0; i < tensors; ++i) {
@@ -183,13 +193,12 @@ Object device_of(PyObject* args, PyObject* tensor_indices) {
     const Object set(python::sure(PyObject_CallFunctionObjArgs(torch.keys_of, x, nullptr)));
     const Object raw(python::sure(PyObject_CallMethodObjArgs(set.get(), torch.raw_repr, nullptr)));
     const uint64_t keys = number(raw.get());
-    if ((keys != torch.cpu_keys && keys != torch.cuda_keys) || (seen != 0 && keys != seen))
-      return found(Py_None, false);
-    seen = keys;
+    if (seen == nullptr) seen = torch.cpu_keys.contains(keys) ? &torch.cpu_keys : &torch.cuda_keys;
+    if (!seen->contains(keys)) return found(Py_None, false);
     requires_grad = requires_grad || Object(python::sure(PyObject_GetAttr(x, torch.requires_grad))).get() == Py_True;
   }
-  if (seen == 0) return found(Py_None, false);
-  return found(seen == torch.cuda_keys ? torch.cuda : torch.cpu, requires_grad);
+  if (seen == nullptr) return found(Py_None, false);
+  return found(seen == &torch.cuda_keys ? torch.cuda : torch.cpu, requires_grad);
 }
 
 // Implements `guards.layout_of`: returns the identity, address and memory layout of the tensors, or None if

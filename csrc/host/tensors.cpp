@@ -19,15 +19,20 @@ const at::Tensor& tensor_at(PyObject* list, Py_ssize_t i) {
   return THPVariable_Unpack(x);
 }
 
-// Returns the dispatch keys of a plain strided tensor, which autograd may track.
-uint64_t plain_keys(c10::DispatchKey backend, c10::DispatchKey autocast, c10::DispatchKey autograd) {
-  return c10::DispatchKeySet({backend, autocast, autograd, c10::DispatchKey::ADInplaceOrView}).raw_repr();
-}
+// The dispatch keys of plain strided tensors of a device: of those that autograd may track, and of those that were made
+// in inference mode.
+struct Keys {
+  c10::DispatchKeySet untracked, tracked;
+
+  Keys(c10::DispatchKey backend, c10::DispatchKey autocast, c10::DispatchKey autograd)
+      : untracked({backend, autocast}), tracked({backend, autocast, autograd, c10::DispatchKey::ADInplaceOrView}) {}
+  bool contains(c10::DispatchKeySet keys) const { return keys == tracked || keys == untracked; }
+};
 
 Object device_of(PyObject* args, PyObject* places) {
   using c10::DispatchKey;
-  static const uint64_t cpu = plain_keys(DispatchKey::CPU, DispatchKey::AutocastCPU, DispatchKey::AutogradCPU);
-  static const uint64_t cuda = plain_keys(DispatchKey::CUDA, DispatchKey::AutocastCUDA, DispatchKey::AutogradCUDA);
+  static const Keys cpu(DispatchKey::CPU, DispatchKey::AutocastCPU, DispatchKey::AutogradCPU);
+  static const Keys cuda(DispatchKey::CUDA, DispatchKey::AutocastCUDA, DispatchKey::AutogradCUDA);
   if (!PyTuple_Check(args)) throw python::Unexpected{"a tuple"};
   const Py_ssize_t count = PyTuple_GET_SIZE(args);
   const Object kinds(python::sure(PyTuple_New(count)));
@@ -40,19 +45,18 @@ Object device_of(PyObject* args, PyObject* places) {
   const auto found = [](PyObject* device, bool requires_grad) {
     return Object(python::sure(PyTuple_Pack(2, device, requires_grad ? Py_True : Py_False)));
   };
-  uint64_t seen = 0;
+  const Keys* seen = nullptr;
   bool requires_grad = false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(where.get()); ++i) {
     const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(where.get(), i));
     const at::Tensor& x = THPVariable_Unpack(PyTuple_GET_ITEM(args, place));
-    const uint64_t keys = x.key_set().raw_repr();
-    if ((keys != cpu && keys != cuda) || (seen != 0 && keys != seen)) return found(Py_None, false);
-    seen = keys;
+    if (seen == nullptr) seen = cpu.contains(x.key_set()) ? &cpu : &cuda;
+    if (!seen->contains(x.key_set())) return found(Py_None, false);
     requires_grad = requires_grad || x.requires_grad();
   }
-  if (seen == 0) return found(Py_None, false);
+  if (seen == nullptr) return found(Py_None, false);
   static PyObject* const names[] = {PyUnicode_InternFromString("cpu"), PyUnicode_InternFromString("cuda")};
-  return found(names[seen == cuda], requires_grad);
+  return found(names[seen == &cuda], requires_grad);
 }
 
 template <class T>

@@ -7,7 +7,7 @@ backend by design, its definition gives the reason; any other missing kernel is 
 
 An eager call of plain tensors that is not traced, wrapped or watched skips PyTorch's dispatcher: for a small call, the
 work that torch.library adds to the dispatcher for autograd takes longer than all the rest, whether gradients are needed
-or not (except in inference mode). The dispatcher is for the things that may surround a call: torch.compile and export,
+or not. The dispatcher is for the things that may surround a call: torch.compile and export,
 functorch's transforms, forward-mode AD, modes that record or replace operations, subclasses, profilers. PyTorch marks a
 tensor or a thread with a dispatch key for nearly each of these. If all keys are the ordinary ones, a call skips the
 dispatcher; if anything is unknown, the dispatcher runs it.
@@ -92,14 +92,18 @@ _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
 
 
 def _plain_keys() -> dict[int, str]:
-    """Returns the device type by the dispatch keys of a plain strided tensor that autograd may see."""
+    """Returns the device type by the dispatch keys of a plain strided tensor.
+
+    Autograd may see it, unless it was made in inference mode.
+    """
     plain = {}
     for device, key, autocast, autograd in (
         ("cpu", _Key.CPU, _Key.AutocastCPU, _Key.AutogradCPU),
         ("cuda", _Key.CUDA, _Key.AutocastCUDA, _Key.AutogradCUDA),
     ):
-        keys = _Keys(key) | _Keys(autocast) | _Keys(_Key.ADInplaceOrView) | _Keys(autograd)
-        plain[keys.raw_repr()] = device
+        untracked = _Keys(key) | _Keys(autocast)
+        for keys in (untracked, untracked | _Keys(_Key.ADInplaceOrView) | _Keys(autograd)):
+            plain[keys.raw_repr()] = device
     return plain
 
 

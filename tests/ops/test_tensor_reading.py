@@ -72,6 +72,13 @@ def test_places_of_the_tensors_of_a_call(name: str, place: int) -> None:
         assert function(tuple(args), PLACES) == due
 
 
+def test_tensors_of_inference_mode_and_weights_are_plain() -> None:
+    """All activations of a search are made in inference mode, its weights aren't."""
+    args = (_inference(), torch.nn.Parameter(torch.ones(2, 2)), None)
+    for function in (*functions("device_of"), _dispatch.device_of):
+        assert function(args, PLACES) == ("cpu", True)
+
+
 def _swapped(tensors: list[Tensor]) -> None:
     tensors[0], tensors[1] = tensors[1], tensors[0]
 
