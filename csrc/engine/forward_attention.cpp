@@ -46,6 +46,16 @@ Head& this_threads() {
   return head;
 }
 
+// Stores `count` keys, `stride` apart, and their values, to_value behind them.
+template <typename Head>
+void store_rows(Head& packed, int64_t count, int64_t dim, const float* keys, int64_t stride, int64_t to_value,
+                bool is_capped) {
+  packed.reserve(count, dim);
+  if constexpr (std::is_same_v<Head, Int8Head>)
+    if (!is_capped) packed.centre(keys, stride, count);
+  for (int64_t i = 0; i < count; ++i) packed.store(i, keys + i * stride, keys + i * stride + to_value);
+}
+
 // Changes the products of a query with its keys before the softmax.
 struct Scores {
   const PositionBias* bias;
@@ -237,13 +247,10 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
   const int64_t length = span.end - span.begin, num_keys = length - span.unseen;
   const int32_t *places = span.places, *keys = places ? places + span.unseen : nullptr;
   Head& packed = this_threads<Head>();
-  packed.reserve(num_keys, dim);
-  for (int64_t t = 0; t < length; ++t) {
+  for (int64_t t = 0; t < length; ++t)
     place_queries(weights, span.begin + t, places ? places[t] : t, kv_head, kv_head + 1);
-    if (t < span.unseen) continue;
-    const float* k = qkv_.data() + (span.begin + t) * ld + o.q_dim() + kv_head * dim;
-    packed.store(t - span.unseen, k, k + o.kv_dim());
-  }
+  const float* first_key = qkv_.data() + (span.begin + span.unseen) * ld + o.q_dim() + kv_head * dim;
+  store_rows(packed, num_keys, dim, first_key, ld, o.kv_dim(), change.cap > 0);
   packed.pack(num_keys);
   const auto attend_rows = [&](int64_t row, int64_t rows, auto first, auto end, auto change_row) {
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
@@ -297,11 +304,7 @@ void Forward::pack_source(int64_t layer, const Span& span, int64_t head) {
   const ModelOptions& o = model_.options;
   const int64_t dim = o.head_dim, ld = padded(2 * o.kv_dim()), count = span.end - span.begin;
   Head& packed = this_threads<Head>();
-  packed.reserve(count, dim);
-  for (int64_t t = 0; t < count; ++t) {
-    const float* from = qkv_.data() + (span.begin + t) * ld + head * dim;
-    packed.store(t, from, from + o.kv_dim());
-  }
+  store_rows(packed, count, dim, qkv_.data() + span.begin * ld + head * dim, ld, o.kv_dim(), false);
   packed.pack_into(count, source_head<Head>(*span.group, layer, head));
 }
 

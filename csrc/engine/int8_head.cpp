@@ -1,6 +1,7 @@
 #include "engine/int8_head.h"
 
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 
@@ -57,11 +58,28 @@ void Int8Head::reserve(int64_t count, int64_t dim) {
   dim_ = dim;
   if (std::ssize(key_rows_) < bytes) key_rows_.resize(bytes), value_rows_.resize(bytes);
   if (std::ssize(key_scales_) < all) key_scales_.resize(all), value_scales_.resize(all);
+  origin_.assign(dim, 0.f), centred_.resize(dim);
+}
+
+void Int8Head::centre(const float* keys, int64_t stride, int64_t count) {
+  const V factor(1.f / static_cast<float>(count));
+  for (int64_t i = 0; i < count; ++i, keys += stride) {
+    V sum(0.f);
+    for_each_vec<float>(dim_, [&](int64_t c, int64_t n) { sum = sum + V::load(keys + c, n); });
+    if (!std::isfinite(sum.sum())) continue;  // it spoils what sees it, and nothing else
+    for_each_vec<float>(dim_, [&](int64_t c, int64_t n) {
+      float* to = origin_.data() + c;
+      fmadd(V::load(keys + c, n), factor, V::load(to, n)).store(to, n);
+    });
+  }
 }
 
 void Int8Head::store(int64_t i, const float* k, const float* v) {
   const int64_t stride = round_up(dim_, kPanelColumns);
-  key_scales_[i] = round_to_bytes(k, dim_, key_rows_.data() + i * stride);
+  for_each_vec<float>(dim_, [&](int64_t c, int64_t n) {
+    (V::load(k + c, n) - V::load(origin_.data() + c, n)).store(centred_.data() + c, n);
+  });
+  key_scales_[i] = round_to_bytes(centred_.data(), dim_, key_rows_.data() + i * stride);
   value_scales_[i] = round_to_bytes(v, dim_, value_rows_.data() + i * stride);
   pad(i);
 }

@@ -23,6 +23,9 @@ class Int8Head {
 
   // See PackedHead.
   void reserve(int64_t count, int64_t dim);
+  // Takes the mean of keys, `stride` apart, from those that are stored. A product with it is the same for all keys, so
+  // a softmax loses nothing, and an offset that keys share doesn't take the place of what tells them apart.
+  void centre(const float* keys, int64_t stride, int64_t count);
   void store(int64_t i, const float* k, const float* v);
   // Does the same for a key and a value that are rounded already.
   void store_bytes(int64_t i, const int8_t* k, float k_scale, const int8_t* v, float v_scale);
@@ -54,7 +57,7 @@ class Int8Head {
   std::vector<int8_t> key_rows_, value_rows_;  // in whole vectors: of round_up(dim, kPanelColumns)
   std::vector<float> key_scales_, value_scales_;
   PackedRows queries_, weights_;
-  std::vector<float> scores_, sums_;
+  std::vector<float> scores_, sums_, origin_, centred_;
 };
 
 // Calls f.operator()<Head>() with the attention to `count` keys (see block_attention.h) in a model of the precision:
