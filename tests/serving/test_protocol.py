@@ -158,6 +158,8 @@ def test_a_client_that_reads_all_but_the_end_of_an_answer_is_disconnected(served
         until(served.connections)
         (connection,) = served.server.server_state.connections
         connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        # What is left is more than the system may take at once.
+        connection.transport.set_write_buffer_limits(high=200_000, low=150_000)
         client.sendall(get("/whole", "Connection: close"))
         until(served.app.unsent)
         while connection.flow.write_paused:
