@@ -143,7 +143,7 @@ def test_an_error_of_a_window_ends_its_recording_alone(model) -> None:
 
 # Options with a value that changes the result, beside those in tests/foreign/speech_texts.py.
 CHANGES: dict[str, Any] = {
-    "beam_size": 3, "length_penalty": (8.0, {"beam_size": 6}), "patience": (3.0, {"beam_size": 3}),
+    "beam_size": 3, "length_penalty": (-2.0, {"beam_size": 6}), "patience": (3.0, {"beam_size": 3}),
     "repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "temperature": 1.0, "no_speech_threshold": 1e-9,
     "condition_on_previous_text": False, "initial_prompt": "abc", "prefix": "dog", "suppress_tokens": [-1, 280, 281],
     "without_timestamps": True, "max_initial_timestamp": 0.1, "word_timestamps": True, "multilingual": True,
