@@ -17,13 +17,13 @@ from fastformer.models.common import (
     init_weights,
     layer_options,
     norm_of,
+    rotary_embeddings,
     rotations,
     trailing_padding,
 )
 from fastformer.models.pooling import POOLINGS, Pooling, pool
 from fastformer.models.pretrained import PretrainedModel, placement
-from fastformer.models.rotary_scaling import RotarySpeeds
-from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
+from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
@@ -143,16 +143,8 @@ class BERT(PretrainedModel):
         self.config = config
         factory = placement(device, dtype)
         position: PositionalEncoding | None = None
-        self.rotary: RotaryEmbedding | None = None
-        self.local_rotary: RotaryEmbedding | None = None
-        if config.positions == "rotary":
-            sizes = (config.size_of_head, config.max_len)
-            base = config.rotary_base
-            scaling = RotarySpeeds(None) if config.scaling is None else config.scaling.speeds(config.size_of_head, base)
-            self.rotary = RotaryEmbedding(*sizes, base, speeds=scaling.speeds, scale=scaling.scale, **factory)
-            if config.local_rotary_base is not None:
-                self.local_rotary = RotaryEmbedding(*sizes, config.local_rotary_base, **factory)
-        elif config.positions != "relative":
+        self.rotary, self.local_rotary = rotary_embeddings(config, factory)
+        if config.positions not in ("rotary", "relative"):
             kind = "interleaved" if config.positions == "sinusoidal" else "learned"
             position = PositionalEncoding(config.width, config.max_len, kind=kind, batch_first=True, **factory)
         self.embedding = Embedding(config.vocab_size, config.width, position=position, **factory)

@@ -118,7 +118,11 @@ class BERTConfig(StackConfig):
             self.embedding_size = None
         if self.num_kv_heads == self.num_heads:
             self.num_kv_heads = None
-        self._check_positions()
+        if self.positions == "sinusoidal" and self.width % 2:
+            raise ValueError(f"expected embeddings of an even size (sines and cosines in pairs), got {self.width}")
+        if self.is_relative:
+            check_buckets(self.num_buckets, self.max_distance)
+        self.check_rotary()
         if not self.first_norm and not self.norm_first:
             raise ValueError("expected norm_first if there is no first_norm, got a post-norm model")
         self.check_windows()
@@ -136,26 +140,6 @@ class BERTConfig(StackConfig):
             )
         if self.d_ff is None:
             self.d_ff = inner_size(self.d_model, self.activation)
-
-    def _check_positions(self) -> None:
-        if self.positions == "sinusoidal" and self.width % 2:
-            raise ValueError(f"expected embeddings of an even size (sines and cosines in pairs), got {self.width}")
-        if self.is_relative:
-            check_buckets(self.num_buckets, self.max_distance)
-        if self.positions == "rotary" and self.size_of_head % 2:
-            raise ValueError(
-                f"expected heads of an even size (rotary rotates pairs), got {self.size_of_head} (d_model "
-                f"{self.d_model}, num_heads {self.num_heads})"
-            )
-        if (scaling := self.scaling) is not None:
-            if self.positions != "rotary":
-                raise ValueError(f"expected positions 'rotary' for rotary_scaling, got {self.positions!r}")
-            scaling.check(self.size_of_head, self.rotary_base, self.max_len)
-        if self.local_rotary_base is not None:
-            if self.positions != "rotary":
-                raise ValueError(f"expected positions 'rotary' for local_rotary_base, got {self.positions!r}")
-            if not any(self.windows):
-                raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
 
     @property
     def width(self) -> int:

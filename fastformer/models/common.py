@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
-from fastformer.models.rotary_scaling import RotaryScaling
+from fastformer.models.rotary_scaling import RotaryScaling, RotarySpeeds
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import PositionalEncoding, RelativePositionBias, RotaryEmbedding, RotaryPositions
 from fastformer.nn.feed_forward import is_gated
@@ -24,6 +24,8 @@ _ROWS = 256  # the rows whose logits `chosen_log_probs` holds at a time
 
 Norm = Literal["layer", "rms"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
+# The options of rotary positions, and their values in models with others.
+_OF_ROTARY = {"rotary_fraction": 1.0, "rotary_scaling": None, "local_rotary_base": None, "rotary_layers": None}
 
 
 def as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
@@ -49,7 +51,16 @@ class StackConfig:
     head_dim: int | None
     window_size: int | None
     window_layers: tuple[bool, ...] | None
+    max_len: int
+    positions: Any
+    rotary_base: float
     rotary_scaling: dict[str, Any] | None
+    local_rotary_base: float | None
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of a head's features that are rotated."""
+        return int(self.size_of_head * getattr(self, "rotary_fraction", 1.0))
 
     @property
     def scaling(self) -> RotaryScaling | None:
@@ -77,6 +88,35 @@ class StackConfig:
                 f"expected window_layers to have a bool for each of the {self.num_layers} layers, got "
                 f"{len(self.windows)}"
             )
+
+    def check_rotary(self) -> None:
+        """Raises ValueError for options of rotary positions that the model doesn't have, or that don't fit it."""
+        if self.positions != "rotary":
+            for name, plain in _OF_ROTARY.items():
+                if (value := getattr(self, name, plain)) != plain:
+                    raise ValueError(f"expected positions 'rotary' for {name}, got {self.positions!r} and {value}")
+            return
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            raise ValueError(
+                f"expected heads with an even number of rotated features (rotary rotates pairs), got {self.rotary_dim} "
+                f"of {self.size_of_head} (d_model {self.d_model}, num_heads {self.num_heads})"
+            )
+        if (scaling := self.scaling) is not None:
+            scaling.check(self.rotary_dim, self.rotary_base, self.max_len)
+        if self.local_rotary_base is not None and not any(self.windows):
+            raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
+
+
+def rotary_embeddings(
+    config: StackConfig, factory: dict[str, Any]
+) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
+    """Builds the rotary positions of a model, if it has such, and those of layers with a window, if they are others."""
+    if config.positions != "rotary":
+        return None, None
+    size, base, local = config.rotary_dim, config.rotary_base, config.local_rotary_base
+    scaling = RotarySpeeds(None) if config.scaling is None else config.scaling.speeds(size, base)
+    everywhere = RotaryEmbedding(size, config.max_len, base, speeds=scaling.speeds, scale=scaling.scale, **factory)
+    return everywhere, None if local is None else RotaryEmbedding(size, config.max_len, local, **factory)
 
 
 def rotations(

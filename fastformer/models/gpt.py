@@ -17,14 +17,14 @@ from fastformer.models.common import (
     init_weights,
     layer_options,
     norm_of,
+    rotary_embeddings,
     rotations,
 )
 from fastformer.models.gpt_config import GPTConfig as GPTConfig
 from fastformer.models.next_tokens import NextTokenModel
 from fastformer.models.pretrained import placement
-from fastformer.models.rotary_scaling import RotarySpeeds
 from fastformer.nn.decoder_only import DecoderOnlyLayer
-from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
+from fastformer.nn.embedding import Embedding, PositionalEncoding
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.mixture import load_balancing_loss, recorded_router_logits
 from fastformer.nn.transformer import TransformerEncoder
@@ -89,15 +89,8 @@ class GPT(NextTokenModel):
         self.config = config
         factory = placement(device, dtype)
         position: PositionalEncoding | None = None
-        self.rotary: RotaryEmbedding | None = None
-        self.local_rotary: RotaryEmbedding | None = None
-        if config.positions == "rotary":
-            size, max_len, base = config.rotary_dim, config.max_len, config.rotary_base
-            scaling = RotarySpeeds(None) if config.scaling is None else config.scaling.speeds(size, base)
-            self.rotary = RotaryEmbedding(size, max_len, base, speeds=scaling.speeds, scale=scaling.scale, **factory)
-            if config.local_rotary_base is not None:
-                self.local_rotary = RotaryEmbedding(size, max_len, config.local_rotary_base, **factory)
-        else:
+        self.rotary, self.local_rotary = rotary_embeddings(config, factory)
+        if config.positions != "rotary":
             kind = "learned" if config.positions == "learned" else "interleaved"
             position = PositionalEncoding(config.d_model, config.max_len, kind=kind, batch_first=True, **factory)
         self.embedding = Embedding(

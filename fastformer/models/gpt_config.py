@@ -132,7 +132,12 @@ class GPTConfig(StackConfig):
         self.special_ids.check(self.vocab_size)
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
-        self._check_rotary()
+        self.check_rotary()
+        if self.rotary_layers is not None and len(self.rotary_layers) != self.num_layers:
+            raise ValueError(
+                f"expected rotary_layers to have a bool for each of the {self.num_layers} layers, got "
+                f"{len(self.rotary_layers)}"
+            )
         self.check_windows()
         if self.parallel_residual and self.norm_placement != "pre":
             raise ValueError(f"expected norm_placement 'pre' for parallel_residual, got {self.norm_placement!r}")
@@ -164,32 +169,3 @@ class GPTConfig(StackConfig):
         if self.num_experts is None or self.sparse_layers is None:
             return (self.num_experts is not None,) * self.num_layers
         return self.sparse_layers
-
-    def _check_rotary(self) -> None:
-        if self.positions != "rotary":
-            unset = dict.fromkeys(("rotary_scaling", "local_rotary_base", "rotary_layers"))
-            for name, plain in {"rotary_fraction": 1.0, **unset}.items():
-                if getattr(self, name) != plain:
-                    raise ValueError(
-                        f"expected positions 'rotary' for {name}, got {self.positions!r} and {getattr(self, name)}"
-                    )
-            return
-        if self.rotary_dim % 2 or not self.rotary_dim:
-            raise ValueError(
-                f"expected heads with an even number of rotated features (rotary rotates pairs), got {self.rotary_dim} "
-                f"of {self.size_of_head} (d_model {self.d_model}, num_heads {self.num_heads})"
-            )
-        if (scaling := self.scaling) is not None:
-            scaling.check(self.rotary_dim, self.rotary_base, self.max_len)
-        if self.rotary_layers is not None and len(self.rotary_layers) != self.num_layers:
-            raise ValueError(
-                f"expected rotary_layers to have a bool for each of the {self.num_layers} layers, got "
-                f"{len(self.rotary_layers)}"
-            )
-        if self.local_rotary_base is not None and not any(self.windows):
-            raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
-
-    @property
-    def rotary_dim(self) -> int:
-        """The number of a head's features that are rotated."""
-        return int(self.size_of_head * self.rotary_fraction)
