@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy
 
@@ -24,12 +23,12 @@ from fastformer.data.text import (
     check_plain,
     check_tsv,
     decoded,
+    documents_in,
     misaligned,
     parse_lines,
     parse_tsv,
     sort_out,
     stream_rows,
-    why_no_document,
 )
 
 Row = str | BadLine
@@ -175,9 +174,8 @@ def _passages(path: str, cuts: re.Pattern[str] | None) -> Iterator[tuple[str, bo
             else:
                 yield from parts([row], cuts, TEXT, path)
     elif os.path.isdir(path):
-        for file in sorted(Path(path).iterdir()):
-            if why_no_document(file) is None:
-                yield from _of_file(str(file), cuts)
+        for file in documents_in(path)[0]:
+            yield from _of_file(str(file), cuts)
     else:
         yield from _of_file(path, cuts)
 

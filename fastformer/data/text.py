@@ -220,14 +220,13 @@ def read_documents(path: str | os.PathLike[str], *, skip_bad: bool = False) -> l
         rows = [(line, line) for line in read_rows(path, max_line=None)]
         return [line for line, _ in _good(rows, str(path), skip_bad)]
     documents, left_out = [], Counter[str]()
-    for file in sorted(Path(path).iterdir()):
-        reason = why_no_document(file)
-        if reason is None:
-            try:
-                documents.append(read_text(file, skip_bad=skip_bad))
-            except NothingError as error:
-                reason = error.reason
-        left_out.update([reason] if reason is not None else [])
+    files, others = documents_in(path)
+    for file in files:
+        try:
+            documents.append(read_text(file, skip_bad=skip_bad))
+        except NothingError as error:
+            left_out[error.reason] += 1
+    left_out += others
     counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if not documents:
         raise ValueError(
@@ -236,6 +235,13 @@ def read_documents(path: str | os.PathLike[str], *, skip_bad: bool = False) -> l
         )
     logger.info("read %s documents of %s%s", f"{len(documents):,}", path, f"; left out {counts}" if counts else "")
     return documents
+
+
+def documents_in(folder: str | os.PathLike[str]) -> tuple[list[Path], Counter[str]]:
+    """Lists the documents of a folder in the order of their names, and counts by reason what else is in it."""
+    entries = {path: _why_no_document(path) for path in sorted(Path(folder).iterdir())}
+    left_out = Counter(reason for reason in entries.values() if reason is not None)
+    return [path for path, reason in entries.items() if reason is None], left_out
 
 
 class NothingError(ValueError):
@@ -250,7 +256,7 @@ class NothingError(ValueError):
         self.reason = reason
 
 
-def why_no_document(file: Path) -> str | None:
+def _why_no_document(file: Path) -> str | None:
     """Returns why a file in a folder is not a document, or None if it is; macOS leaves "._a.txt" beside "a.txt"."""
     if file.is_dir():
         return "in a subfolder or more (train on each folder separately, or join them)"

@@ -37,6 +37,7 @@ from fastformer.data.shards.pool import Pool, encode_task, usable_cores
 from fastformer.data.shards.reading import read_examples
 from fastformer.data.streams import PairBlock, TextBlock, stream_documents, stream_pairs, stream_tsv
 from fastformer.data.tables import file_of
+from fastformer.data.text import documents_in
 from fastformer.data.tokenizer import TOKENIZER, cuts_of
 from fastformer.files import read_json, remove_left_overs, write_atomically
 from fastformer.training.config import TrainConfig, paths_of
@@ -80,11 +81,16 @@ class _Origin:
         return stream_pairs(*self.paths) if len(self.paths) == 2 else stream_tsv(self.paths[0])
 
     def files(self) -> list[str]:
-        """Lists the files, with a folder's files one by one."""
-        files = []
+        """Lists the files, with a folder's documents one by one."""
+        files: list[str] = []
         for path in map(file_of, self.paths):
-            files += [str(file) for file in sorted(Path(path).iterdir())] if os.path.isdir(path) else [path]
+            files += map(str, documents_in(path)[0]) if os.path.isdir(path) else [path]
         return files
+
+    def tell(self) -> None:
+        """Logs what is in a folder and is not read."""
+        if os.path.isdir(self.paths[0]) and (left_out := documents_in(self.paths[0])[1]):
+            logger.info("%s: left out %s", self.name, _told([left_out]))
 
     def size(self) -> int | None:
         """Returns the bytes of the files together; None: one of them is a pipe."""
@@ -173,6 +179,8 @@ class _Preparation:
         )
 
     def run(self) -> Manifest:
+        for origin in self.origins:
+            origin.tell()
         tokenizer = self._tokenizer()
         paths, sources = self._encode(cuts_of(tokenizer))
         self._warn(paths, sources)

@@ -427,6 +427,22 @@ class Noted:
         return self.function(config, texts)
 
 
+def test_what_is_no_document_of_a_folder_is_counted_and_not_read(tmp_path, caplog) -> None:
+    folder = tmp_path / "text"
+    (folder / "older").mkdir(parents=True)
+    (folder / "a.txt").write_text("".join(f"word {i}\n" for i in range(99)))
+    (folder / "notes.md").write_text("mine")
+    config = TrainConfig(model="gpt", train_text=str(folder), vocab_size=40, seqlen=8)
+    with caplog.at_level("INFO"):
+        whole = made(config, tmp_path / "out")
+    assert "1 in a subfolder" in caplog.text and "1 of another kind" in caplog.text
+    (folder / "notes.md").write_text("mine, too")
+    assert made(config, tmp_path / "out") == whole
+    (folder / "b.txt").write_text("more")
+    with pytest.raises(ValueError, match="bytes of"):
+        made(config, tmp_path / "out")
+
+
 def test_a_bad_line_far_behind_is_named_by_its_number(tmp_path) -> None:
     lines = [f"line {i}".encode() for i in range(500)]
     lines[417] = b"\xff"
