@@ -1,22 +1,17 @@
-"""Runs all checks and measurements that need a GPU, unattended and detached: the most important first, tests before
-times.
+"""Runs all checks and measurements that need a GPU, unattended: the most important first, tests before times.
 
-    python -m benchmarks.gpu_run_plan start --out DIR [--resume FILE]           begins, and returns at once
-    python -m benchmarks.gpu_run_plan status --out DIR [--wait 560] [--copy DEST]
     python -m benchmarks.gpu_run_plan list                                      the steps, and when each should be done
-    python -m benchmarks.gpu_run_plan run --out DIR                             in the foreground
+    python -m benchmarks.gpu_run_plan run --out DIR [--seconds 560] [--only PATTERN]
     python -m benchmarks.gpu_run_plan rehearse --out DIR [--only PATTERN]       without a GPU: see `gpu/rehearsal.py`
     python -m benchmarks.gpu_run_plan compile --out FOLDER [--only PATTERN]     without a GPU: see `gpu/ahead.py`
 
-`start` leaves a process that outlives the command, so if commands have a time limit, you only have to poll with
-`status`. `status` prints what is done and what has failed so far, and copies FILE and an archive of everything to DEST.
-With --wait, it first waits for so many seconds, or until everything is done. If a machine is returned soon after a
-command
-ends, combine both: `start ... && status --wait 560 --copy DEST`. `--resume FILE` continues on another machine.
+If commands have a time limit, repeat `run` with --seconds: it goes on where the last one ended, and begins no step that
+would take longer, except the first.
 
-A step is a command, or several in parallel, with one log, DIR/logs/STEP.log. When it ends, its JSON line is appended to
-FILE (DIR/gpu_run_plan.jsonl). A step that fails, crashes or hangs also writes a line, and the other steps continue. The
-exit status of `run` is 0 if all steps succeeded and 1 if any failed; that of `status` may also be 3: steps are left.
+A step is a command, or several in parallel, with one log, DIR/logs/STEP.log. When it ends, its JSON line is printed and
+appended to DIR/gpu_run_plan.jsonl; on another machine, a copy of this file in DIR is enough to go on. A step that
+fails, crashes or hangs also writes a line, and the other steps continue. The exit status of `run` is 0 if all steps
+succeeded, 1 if any failed, and 3 if some are left.
 
 `benchmarks/gpu/steps.py` defines the steps and their order. Timed cases are those of the runner (`benchmarks.run`), and
 their rows go to DIR/cuda*.jsonl.
@@ -30,12 +25,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
-import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,11 +49,6 @@ def limit_of(step: PlanStep) -> float:
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
-def log_name(step: PlanStep) -> str:
-    """Returns the name of a step's log, without its suffix."""
-    return step.key.replace(" ", "_")
-
-
 def run_step(step: PlanStep, out: Path, limit: float) -> dict[str, Any]:
     """Runs the commands of a step in parallel.
 
@@ -70,9 +59,10 @@ def run_step(step: PlanStep, out: Path, limit: float) -> dict[str, Any]:
     end = time.monotonic() + limit
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    name = step.key.replace(" ", "_")
     running = []
     for number, (command, variables) in enumerate(step.commands):
-        part = logs / f"{log_name(step)}.{number}.part"
+        part = logs / f"{name}.{number}.part"
         running.append((spawn(command, variables, part), part))
     result: dict[str, Any] = {"ok": True, "failed": [], "tails": {}}
     texts = []
@@ -87,7 +77,7 @@ def run_step(step: PlanStep, out: Path, limit: float) -> dict[str, Any]:
             result["ok"] = False
             reason = f"took longer than {limit:.0f} s" if status is None else f"exit status {status}"
             result["tails"][str(number)] = f"{reason}\n{text[-1500:]}"
-    (logs / f"{log_name(step)}.log").write_text("\n".join(texts))
+    (logs / f"{name}.log").write_text("\n".join(texts))
     for _, part in running:
         part.unlink()
     return result
@@ -96,25 +86,28 @@ def run_step(step: PlanStep, out: Path, limit: float) -> dict[str, Any]:
 def work_through(
     todo: Sequence[PlanStep],
     out: Path,
-    resume: Path,
+    seconds: float = math.inf,
     run: Callable[[PlanStep, Path, float], dict[str, Any]] = run_step,
 ) -> int:
-    """Runs the steps that are not in `resume`. Returns the exit status (see the module)."""
-    finished = {line["key"]: line["ok"] for line in record.read(resume)} if resume.is_file() else {}
-    for step in todo:
-        if step.key in finished:
-            continue
-        (out / "now.json").write_text(json.dumps({"key": step.key, "log": log_name(step), "began": time.time()}))
+    """Runs the steps that have no line yet, until these seconds are over. Returns the exit status: see the module."""
+    end, lines = time.monotonic() + seconds, out / "gpu_run_plan.jsonl"
+    finished = {line["key"]: line["ok"] for line in record.read(lines)} if lines.is_file() else {}
+    left = [step for step in todo if step.key not in finished]
+    for step in left:
         began = time.monotonic()
+        is_first = step is left[0]
         if step.after and not finished.get(step.after, False):
             line: dict[str, Any] = {"key": step.key, "ok": False, "left_out": f"{step.after!r} was not right"}
+        elif not is_first and began + step.seconds > end:
+            return 3
         else:
-            line = {"key": step.key, **run(step, out, limit_of(step))}
+            line = {"key": step.key, **run(step, out, min(limit_of(step), max(1.0, end - began)))}
+            if not (line["ok"] or is_first) and time.monotonic() >= end:
+                return 3  # it may only have been cut off
         line["seconds"] = round(time.monotonic() - began, 1)
-        record.append(resume, line)
+        record.append(lines, line)
         finished[step.key] = bool(line["ok"])
         print(json.dumps(line), flush=True)
-    (out / "now.json").unlink(missing_ok=True)
     return 0 if all(finished.values()) else 1
 
 
@@ -127,74 +120,6 @@ def with_wheels(wheels: Path = record.ROOT / "build" / "wheels") -> Iterator[Non
         sys.path.append(folder)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), folder)))
         yield
-
-
-# Detached runs.
-
-
-def start(out: Path, resume: Path | None, only: str = "") -> int:
-    """Begins a run that outlives this process, and returns its exit status."""
-    if (pid := _pid_of_run(out)) is not None:
-        print(f"expected no run in {out}, process {pid} is one", file=sys.stderr)
-        return 1
-    out.mkdir(parents=True, exist_ok=True)
-    if resume is not None and resume.absolute() != lines_of(out).absolute():
-        shutil.copyfile(resume, lines_of(out))
-    command = [sys.executable, "-m", "benchmarks.gpu_run_plan", "run", "--out", str(out.absolute())]
-    command += ["--only", only] if only else []
-    with (out / "run.log").open("a") as log:
-        process = subprocess.Popen(
-            command, cwd=record.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-    # For a moment after exec, Linux shows a process without its arguments.
-    while process.poll() is None and not Path(f"/proc/{process.pid}/cmdline").read_bytes():
-        time.sleep(0.01)
-    (out / "run.pid").write_text(str(process.pid))
-    print(f"process {process.pid} works in {out}")
-    return 0
-
-
-def lines_of(out: Path) -> Path:
-    """Returns the file of the finished steps."""
-    return out / "gpu_run_plan.jsonl"
-
-
-def _pid_of_run(out: Path) -> int | None:
-    """Returns the id of the process of a run that is still going, or None."""
-    with contextlib.suppress(OSError, ValueError):
-        pid = int((out / "run.pid").read_text())
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)  # it may be a child of this process that has ended
-        if b"gpu_run_plan" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    return None
-
-
-def status(out: Path, wait: float, copy: Path | None, todo: Sequence[PlanStep]) -> int:
-    """Prints a run's progress, and copies its results. Returns the exit status (see the module)."""
-    end = time.monotonic() + wait
-    while _pid_of_run(out) is not None and time.monotonic() < end:
-        time.sleep(min(1.0, max(0.0, end - time.monotonic())))
-    lines = record.read(lines_of(out)) if lines_of(out).is_file() else []
-    for line in lines:
-        outcome = "ok" if line["ok"] else line.get("left_out", f"FAILED {line.get('failed') or line.get('tails')}")
-        print(f"{line['seconds']:>6.1f} s  {line['key']}: {outcome}"[:400])
-    left = [step.key for step in todo if step.key not in {line["key"] for line in lines}]
-    if (out / "now.json").is_file():
-        now = json.loads((out / "now.json").read_text())
-        parts = sorted((out / "logs").glob(f"{now['log']}.*.part"))
-        failed = [name for part in parts for name in _FAILED.findall(part.read_text(errors="replace"))]
-        is_on = "" if _pid_of_run(out) is not None else ", but no process does"
-        print(f"{time.time() - now['began']:>6.1f} s  {now['key']} runs{is_on}; failed by now: {failed}")
-    if copy is not None:
-        copy.mkdir(parents=True, exist_ok=True)
-        if lines_of(out).is_file():
-            shutil.copy(lines_of(out), copy)
-        with tarfile.open(copy / "results.tar.gz", "w:gz") as archive:
-            archive.add(out, "results")
-    print(f"{len(lines)} steps done, {sum(not line['ok'] for line in lines)} of them not right, {len(left)} left")
-    return 3 if left else int(not all(line["ok"] for line in lines))
 
 
 def listing(todo: Sequence[PlanStep], leases: Sequence[float]) -> Iterator[str]:
@@ -212,27 +137,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command."""
     parser = parser_of("gpu_run_plan", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("start", "status", "run", "rehearse", "compile", "list"):
+    for name in ("list", "run", "rehearse", "compile"):
         command = commands.add_parser(name)
         if name != "list":
             command.add_argument("--out", type=Path, required=True, help="folder of the results and logs")
-        if name == "start":
-            command.add_argument("--resume", type=Path, help="lines of a run on another machine to go on from")
-        if name in ("start", "run", "rehearse", "compile"):
             command.add_argument("--only", default="", help="a pattern to find in the names of steps")
+        if name == "run":
+            command.add_argument("--seconds", type=float, default=math.inf, help="when to end (default: after all)")
         if name == "compile":
             command.add_argument("--arch", type=int, default=90, help="architecture (default: %(default)s)")
             command.add_argument("--jobs", type=int, default=2, help="processes side by side (default: %(default)s)")
-        if name == "status":
-            command.add_argument("--wait", type=float, default=0.0, help="seconds to wait before, while it runs")
-            command.add_argument("--copy", type=Path, help="folder to copy the results to, as one archive")
     options = parser.parse_args(arguments)
     todo = listed(Path("OUT") if options.command == "list" else options.out)
     if options.command == "list":
         print("\n".join(listing(todo, (15, 30, 45, 90))))
         return 0
-    if options.command == "status":
-        return status(options.out, options.wait, options.copy, todo)
     if options.command in ("rehearse", "compile"):
         refuse_interpreter(parser)
     if options.command == "rehearse":
@@ -245,13 +164,11 @@ def main(arguments: list[str] | None = None) -> int:
         return compile_ahead(options.out, todo, options.only, options.arch, options.jobs)
     if not has_device():
         parser.error("expected a CUDA device: on a CPU run `python -m benchmarks.compile_report`")
-    if options.command == "start":
-        return start(options.out, options.resume, options.only)
     options.out.mkdir(parents=True, exist_ok=True)
     print(f"steps are {'forks' if import_ahead() else 'new processes'}", flush=True)
     todo = [step for step in todo if re.search(options.only, step.key)]
     with with_wheels():
-        return work_through(todo, options.out, lines_of(options.out))
+        return work_through(todo, options.out, options.seconds)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import run
+from benchmarks import gpu_run_plan, run
 from benchmarks.gpu.steps import TESTS, other_tests, steps
 from benchmarks.gpu.warm import PlanStep
 from benchmarks.gpu_run_plan import listing, run_step, with_wheels, work_through
@@ -43,8 +43,8 @@ def test_a_run_resumes_and_continues_after_a_failure(tmp_path: Path) -> None:
     todo = [PlanStep(key, (), 9) for key in ("a", "bad", "cut off", "b")]
     todo += [PlanStep("depends on bad", (), 9, after="bad"), PlanStep("depends on b", (), 9, after="b")]
     todo += [PlanStep("depends on nothing that ran", (), 9, after="c")]
-    file = tmp_path / "plan.jsonl"
-    work = partial(work_through, todo, tmp_path, file, run)
+    file = tmp_path / "gpu_run_plan.jsonl"
+    work = partial(work_through, todo, tmp_path, run=run)
     with pytest.raises(KeyboardInterrupt):
         work()
     assert ran == ["a", "bad", "cut off"]
@@ -53,6 +53,27 @@ def test_a_run_resumes_and_continues_after_a_failure(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["key"] for line in lines] == [item.key for item in todo]
     assert [line["key"] for line in lines if "left_out" in line] == ["depends on bad", "depends on nothing that ran"]
+
+
+def test_a_run_ends_in_time_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins no step that would take longer, except the first, and repeats one that may only have been cut off."""
+    now, limits = [0.0], []
+    monkeypatch.setattr(gpu_run_plan, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def run(step: PlanStep, out: Path, limit: float) -> dict[str, Any]:
+        limits.append((step.key, limit))
+        now[0] += (taken := min(limit, {"slow": 70.0, "long": 500.0}.get(step.key, step.seconds)))
+        return {"ok": taken < limit}
+
+    todo = [PlanStep("a", (), 40), PlanStep("slow", (), 50), PlanStep("b", (), 5), PlanStep("long", (), 200)]
+    assert work_through(todo, tmp_path, 100.0, run) == 3
+    assert limits == [("a", 80), ("slow", 60)]
+    assert work_through(todo, tmp_path, 100.0, run) == 3
+    assert limits[2:] == [("slow", 100), ("b", 30)]
+    assert work_through(todo, tmp_path, 100.0, run) == 1
+    assert limits[4:] == [("long", 100)]
+    lines = [json.loads(line) for line in (tmp_path / "gpu_run_plan.jsonl").read_text().splitlines()]
+    assert [(line["key"], line["ok"]) for line in lines] == [("a", True), ("slow", True), ("b", True), ("long", False)]
 
 
 def test_a_step_that_hangs_or_crashes_has_a_log_and_a_line(tmp_path: Path) -> None:
