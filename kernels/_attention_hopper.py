@@ -9,6 +9,7 @@ computes it.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -143,7 +144,7 @@ class Plan:
     """The launch of a kernel for calls of one geometry: its descriptors, and the arguments that don't change.
 
     Args:
-        kernel: () -> the kernel.
+        kernel: its module and name.
         arguments_of: `forward_arguments` or `backward_arguments`.
         problem: the description of the calls, without tensors.
         order: the indices, among the first arguments of `arguments_of`, of the tensors that have descriptors, in the
@@ -151,7 +152,7 @@ class Plan:
     """
 
     def __init__(
-        self, kernel: Callable[[], Any], arguments_of: Callable[..., Any], problem: Problem, order: tuple[int, ...]
+        self, kernel: tuple[str, str], arguments_of: Callable[..., Any], problem: Problem, order: tuple[int, ...]
     ) -> None:
         self._kernel, self._arguments_of, self._problem, self._order = kernel, arguments_of, problem, order
         self._descriptors: tuple[dict[int, Any], ...] = tuple({} for _ in order)
@@ -163,7 +164,8 @@ class Plan:
         """Launches the kernel.
 
         Args:
-            tensors: the first arguments of `arguments_of`.
+            tensors: the first arguments of `arguments_of`, allocated by the launchers of attention. Forward fills out
+                and lse; backward fills dk and dv, and adds to dq (fp32).
             lengths: (seqlens_q, seqlens_k, seqlen_q, seqlen_k).
             dropout: the kernel's argument.
         """
@@ -172,7 +174,9 @@ class Plan:
             problem = self._problem._replace(seqlens_q=lengths[0], seqlens_k=lengths[1], dropout=dropout)
             arguments, constants, num_tiles = self._arguments_of(*tensors, problem)
             programs = min(num_tiles, num_sms(tensors[0].device))
-            run = Launch(self._kernel(), (programs,), **constants, num_warps=4)
+            module, name = self._kernel
+            kernel = getattr(importlib.import_module(f"fastformer.kernels.{module}"), name)
+            run = Launch(kernel, (programs,), **constants, num_warps=4)
             boxes = [tuple(argument.block_shape[-2:]) for argument in arguments[:count]]
             self._ready = run, boxes, arguments[len(tensors) :]
             run(*arguments)
@@ -193,21 +197,9 @@ class Plan:
 
 
 def plan_forward(problem: Problem) -> Plan:
-    """Makes the plan for `launch_forward`."""
-
-    def kernel() -> Any:
-        from fastformer.kernels._attention_hopper_forward import _attention_hopper_fwd_kernel
-
-        return _attention_hopper_fwd_kernel
-
+    """Plans the forward pass of calls for which `takes` is true."""
+    kernel = "_attention_hopper_forward", "_attention_hopper_fwd_kernel"
     return Plan(kernel, forward_arguments, problem, (0, 1, 2))
-
-
-def launch_forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: tuple[Any, ...], dropout: Dropout
-) -> None:
-    """Fills out and lse (as `attention.plan_forward` allocates them) of a call for which `takes` is true."""
-    plan((q, k, v, out, lse), lengths, dropout)
 
 
 def forward_arguments(
@@ -235,22 +227,9 @@ def forward_arguments(
 
 
 def plan_backward(problem: Problem) -> Plan:
-    """Makes the plan for `launch_backward`."""
-
-    def kernel() -> Any:
-        from fastformer.kernels._attention_hopper_backward import _attention_hopper_bwd_kernel
-
-        return _attention_hopper_bwd_kernel
-
+    """Plans the backward pass of calls for which `takes_backward` is true."""
+    kernel = "_attention_hopper_backward", "_attention_hopper_bwd_kernel"
     return Plan(kernel, backward_arguments, problem, (1, 0, 2, 3))
-
-
-def launch_backward(
-    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, row_lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, lengths: tuple[Any, ...], dropout: Dropout,
-) -> None:  # fmt: skip
-    """Fills dk and dv, and adds to dq (fp32), as `attention_backward.plan_backward` allocates them."""
-    plan((dout, q, k, v, row_lse, delta, dq, dk, dv), lengths, dropout)
 
 
 def backward_arguments(

@@ -230,7 +230,7 @@ def plan_forward(
         if packed:
             clear(out, lse, lengths[0], seqlens[0], num_rows, strides[3])
         if by_hopper and work_counter is None:
-            _attention_hopper.launch_forward(hopper, q, k, v, out, lse, lengths, dropout)
+            hopper((q, k, v, out, lse), lengths, dropout)
         else:
             run(
                 q, k, v, out, lse, mask_bytes(attn_mask), work_counter, planes, lengths, window, dropout,

@@ -337,7 +337,7 @@ def plan_backward(
         lengths = contiguous(seqlens_q), contiguous(seqlens_k), *seqlens
         dropout = contiguous(dropout_seed) if drops else None, *drop
         if by_hopper and work_counter is None:
-            _attention_hopper.launch_backward(hopper, dout, q, k, v, row_lse, delta, dq, dk, dv, lengths, dropout)
+            hopper((dout, q, k, v, row_lse, delta, dq, dk, dv), lengths, dropout)
         else:
             run_dkdv(
                 q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, dmask, work_counter,

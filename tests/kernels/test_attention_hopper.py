@@ -328,8 +328,8 @@ def test_a_plan_passes_each_calls_own_tensors(packed: bool, monkeypatch: pytest.
         if not plans:
             plans = {"fwd": hopper.plan_forward(untensored), "bwd": hopper.plan_backward(untensored)}
         for repeated in range(2):
-            hopper.launch_forward(plans["fwd"], q, k, v, out, lse, lengths, problem.dropout)
-            hopper.launch_backward(plans["bwd"], dout, q, k, v, lse, lse, dq, dk, dv, lengths, problem.dropout)
+            plans["fwd"]((q, k, v, out, lse), lengths, problem.dropout)
+            plans["bwd"]((dout, q, k, v, lse, lse, dq, dk, dv), lengths, problem.dropout)
             expected = [
                 hopper.forward_arguments(q, k, v, out, lse, problem)[0],
                 hopper.backward_arguments(dout, q, k, v, lse, lse, dq, dk, dv, problem)[0],
@@ -349,7 +349,7 @@ def test_another_thread_may_call_a_plan_during_its_first_call(monkeypatch: pytes
 
     def call() -> None:
         lengths = (None, None, problem.seqlen_q, problem.seqlen_k)
-        hopper.launch_forward(plan, q, k, v, torch.zeros_like(q), lse, lengths, problem.dropout)
+        plan((q, k, v, torch.zeros_like(q), lse), lengths, problem.dropout)
 
     class Descriptor:
         @property
