@@ -113,8 +113,6 @@ FORWARD: Table = {
         bare=Config(128, 128, 8, 3),
     ),
     (90, 256): Row(Config(128, 32, 8, 2)),
-    (100, 32): Row(Config(128, 64, 8, 3)),
-    (100, 64): Row(Config(128, 64, 8, 3)),
     (100, 128): Row(Config(128, 64, 8, 3)),
     (100, 256): Row(Config(128, 32, 8, 2)),
     (120, 64): Row(Config(128, 64, 8, 2), both=Config(128, 32, 8, 2)),
@@ -137,12 +135,7 @@ FORWARD_FP32: Table = {
 BACKWARD: Table = {
     (80, 64): Row(Config(32, 64, 4, 1), Config(32, 64, 8, 1), Config(32, 64, 8, 1)),
     (80, 128): Row(Config(32, 64, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 8, 1)),
-    (80, 256): Row(
-        Config(16, 32, 8, 1, split=True),
-        Config(16, 32, 8, 1, split=True),
-        Config(16, 32, 8, 1, split=True),
-        Config(32, 16, 8, 1, split=True),
-    ),
+    (80, 256): Row(Config(16, 32, 8, 1, split=True), both=Config(32, 16, 8, 1, split=True)),
     (90, 64): Row(
         Config(64, 128, 8, 2),
         Config(64, 128, 8, 2, split=True),
@@ -153,7 +146,6 @@ BACKWARD: Table = {
     (90, 256): Row(
         Config(32, 32, 8, 2, split=True), Config(16, 32, 8, 2, split=True), Config(16, 32, 8, 2, split=True)
     ),
-    (100, 64): Row(Config(32, 128, 8, 2)),
     (100, 128): Row(Config(32, 128, 8, 2)),
     (100, 256): Row(
         Config(32, 32, 8, 2, split=True), Config(32, 16, 8, 2, split=True), Config(32, 16, 8, 2, split=True)
@@ -184,7 +176,6 @@ DQ: Table = {
     (80, 128): Row(Config(64, 32, 8, 1)),
     # 64 rows would spill on sm_86 and 89, and so would 32 if ptxas used at most 128 registers, as for two programs.
     (80, 256): Row(Config(64, 16, 8, 1), windowed_dropout=Config(32, 16, 8, 1, maxnreg=240)),
-    (90, 64): Row(Config(128, 64, 8, 2)),
     (90, 128): Row(Config(128, 64, 8, 2)),
     (90, 256): Row(Config(64, 16, 8, 2)),
     (100, 64): Row(Config(128, 64, 8, 2)),
