@@ -32,35 +32,19 @@ def capability_of(row: Mapping[str, Any]) -> int:
 def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, int], dict[str, float]]:
     """Returns the milliseconds of each kernel, by (capability, direction, head_dim, is_causal, seqlen).
 
-    The backward pass alone is "bwd", or "fwdbwd" less "fwd" of the same shape. Of several batch sizes the largest
-    counts.
+    Of several batch sizes the largest counts.
     """
-    by_case: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
+    by_case: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
     for row in rows:
         shape = row["shape"]
         if row["op"] != "attention" or row["provider"] not in PROVIDERS or shape.get("dropout_p"):
             continue
-        if row.get("dtype") != "bfloat16" or row.get("ms_p50") is None:
+        if row.get("dtype") != "bfloat16" or row.get("ms_p50") is None or row["mode"] not in ("fwd", "bwd"):
             continue
-        case = capability_of(row), shape["head_dim"], bool(shape["causal"]), shape["seqlen"], shape["batch"]
-        by_case[case][PROVIDERS[row["provider"]], row["mode"]] = float(row.get("ms_device") or row["ms_p50"])
-    by_call: dict[tuple[int, str, int, bool, int], dict[str, float]] = {}
-    for case in sorted(by_case):  # the largest batch comes last
-        measured = by_case[case]
-        capability, head_dim, is_causal, seqlen, _ = case
-        passes: dict[str, dict[str, float]] = {"fwd": {}, "bwd": {}}
-        for kernel in {kernel for kernel, _ in measured}:
-            fwd, bwd, both = (measured.get((kernel, mode)) for mode in ("fwd", "bwd", "fwdbwd"))
-            if fwd is not None:
-                passes["fwd"][kernel] = fwd
-            if bwd is not None:
-                passes["bwd"][kernel] = bwd
-            elif fwd is not None and both is not None and both > fwd:
-                passes["bwd"][kernel] = both - fwd
-        for direction, kernels in passes.items():
-            if OURS in kernels:
-                by_call[capability, direction, head_dim, is_causal, seqlen] = kernels
-    return by_call
+        call = capability_of(row), row["mode"], shape["head_dim"], bool(shape["causal"]), shape["seqlen"]
+        by_case[call, shape["batch"]][PROVIDERS[row["provider"]]] = float(row.get("ms_device") or row["ms_p50"])
+    # The largest batch comes last.
+    return {call: by_case[call, batch] for call, batch in sorted(by_case) if OURS in by_case[call, batch]}
 
 
 def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float]]) -> list[FastestEntry]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,24 +83,19 @@ def _compile(out: Path, arch: int) -> int:
     path = out / _binaries.file_name(arch)
     is_there = path.is_file() and (file := _binaries.BinaryFile(path)).is_valid(arch)
     existing = set(file.keys() if is_there else ())
-    print(f"{len(stand_in.launches)} launches", flush=True)
-    new_binaries: dict[str, Any] = {}
+    binaries: dict[str, Any] = {}
     status = 0
     for key, launch in stand_in.launches.items():
-        if key in existing:
-            continue
-        began = time.monotonic()
-        try:
-            binary = launch.binary(arch)
-        except Exception as error:
-            print(f"FAILED {launch.name}: {error!r}"[-400:], flush=True)
-            status = 1
-            continue
-        is_plain = "" if binary is not None else ": not plain"
-        print(f"{time.monotonic() - began:5.1f} s {launch.name} {launch.options}{is_plain}", flush=True)
-        new_binaries |= {} if binary is None else {key: binary}
+        if key not in existing:
+            print(launch.name, launch.options, flush=True)
+            try:
+                binaries[key] = launch.binary(arch)
+            except Exception:
+                traceback.print_exc()
+                status = 1
+    storable = {key: binary for key, binary in binaries.items() if binary is not None}
     with (out / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _binaries.add(path, arch, new_binaries)
-    print(f"{len(new_binaries)} compiled", flush=True)
+        _binaries.add(path, arch, storable)
+    print(f"{len(storable)} compiled", flush=True)
     return status

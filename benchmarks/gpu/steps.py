@@ -163,7 +163,7 @@ def steps(out: Path) -> Iterator[PlanStep]:
                     seconds=12)  # fmt: skip
     for head_dim in (64, 128):
         yield times("attention", out, "seqlen=2048", "seqlen=512", "dropout_p=0.0", f"head_dim={head_dim}",
-                    modes=("fwd", "fwdbwd"), rivals=_BEST_RIVALS, seconds=8)  # fmt: skip
+                    modes=("fwd", "bwd"), rivals=_BEST_RIVALS, seconds=8)  # fmt: skip
     yield times("decoding", out)
     lengths = (f"seqlen={seqlen}" for seqlen in (64, 128, 512, 4096))
     yield times("decode_attention", out, "batch=1", "batch=256", *lengths)
