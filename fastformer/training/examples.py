@@ -135,14 +135,23 @@ def _pairs_of(path: Path) -> Pairs:
     return [(source, target) for source, target in pairs]
 
 
-def validation_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Examples, Pairs, int]:
-    """Loads the validation data that the settings name: examples, and their pairs or a text's number of characters."""
-    if config.val_text:
-        paths = paths_of(config.val_text)
-        documents = [text for path in paths for text in read_documents(path, skip_bad=config.skip_bad_lines)]
+def read_validation(config: TrainConfig) -> tuple[list[str], Pairs]:
+    """Reads the validation data that the settings name: the documents of a text, or pairs; none of both: no data."""
+    documents = [
+        text
+        for path in (paths_of(config.val_text) if config.val_text else ())
+        for text in read_documents(path, skip_bad=config.skip_bad_lines)
+    ]
+    return documents, [pair for corpus in _read_pairs(config, "val") for pair in corpus]
+
+
+def validation_data(
+    config: TrainConfig, tokenizer: Tokenizer, documents: Sequence[str], pairs: Pairs
+) -> tuple[Examples, Pairs, int]:
+    """Encodes what `read_validation` returned: examples, and their pairs or a text's number of characters."""
+    if documents:
         ids = _document_ids(tokenizer, documents, "validation")
         return windows(ids, config.seqlen), [], sum(map(len, documents))
-    pairs = [pair for corpus in _read_pairs(config, "val") for pair in corpus]
     examples, fitting = _encode_pairs(tokenizer, pairs, config.max_len, "validation")
     return examples, [pairs[place] for place in fitting], 0
 
@@ -289,7 +298,7 @@ def _pairs(config: TrainConfig) -> tuple[list[Pairs], Pairs]:
             "expected data to train on, got none: give task numbers, or train_source with train_target, or train_tsv "
             "(train_text for model gpt), or train_data with a folder that fastformer prepare made"
         )
-    val = [pair for corpus in _read_pairs(config, "val") for pair in corpus]
+    val = read_validation(config)[1]
     return (corpora, val) if val else _hold_out(config, corpora)
 
 
@@ -392,10 +401,8 @@ def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainingData
     if not config.train_text:
         raise ValueError("expected train_text, a text file or a folder of them, for model gpt, got none")
     corpora = [read_documents(path, skip_bad=config.skip_bad_lines) for path in paths_of(config.train_text)]
-    if config.val_text:
-        paths = paths_of(config.val_text)
-        val_texts = [text for path in paths for text in read_documents(path, skip_bad=config.skip_bad_lines)]
-    else:
+    val_texts = read_validation(config)[0]
+    if not val_texts:
         cut = [_cut_tenth(texts, path) for texts, path in zip(corpora, paths_of(config.train_text), strict=True)]
         corpora, val_texts = [left for left, _ in cut], [text for _, held_out in cut for text in held_out]
         total, held_out = (sum(map(len, texts)) for texts in ([t for left in corpora for t in left], val_texts))

@@ -42,8 +42,10 @@ from fastformer.data.tokenizer import TOKENIZER, cuts_of
 from fastformer.files import read_json, remove_left_overs, write_atomically
 from fastformer.training.config import TrainConfig, paths_of
 from fastformer.training.examples import (
+    Pairs,
     characters_of,
     make_tokenizer,
+    read_validation,
     tokenizer_of,
     validation_data,
     warn_of_line_ends,
@@ -130,7 +132,7 @@ def prepare(
     if (folder / INDEX).is_file():
         existing = Manifest.load(folder)
         shutil.rmtree(work, ignore_errors=True)
-        _check_complete(existing, folder, settings, origins)
+        _check_complete(existing, folder, settings, origins, _validation_origin(config))
         logger.info("nothing is left to do: %s is complete", folder)
         return existing
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not work.is_dir())):
@@ -166,7 +168,8 @@ class _Preparation:
         self.config, self.origins, self.folder, self.settings = config, origins, folder, settings
         self.work, self.pool = folder / WORK, pool
         self.sizes = [origin.size() for origin in origins]
-        self.has_validation = bool(config.val_text or config.val_tsv or config.val_source)
+        self.validation = _validation_origin(config)
+        self.validation_size = None if self.validation is None else self.validation.size()
         self.recipe = Recipe(
             "text" if kind == "text" else "pairs",
             settings["shards"],
@@ -175,13 +178,15 @@ class _Preparation:
             config.skip_bad_lines,
             config.max_len,
             config.seqlen,
-            hold_out=not self.has_validation,
+            hold_out=self.validation is None,
         )
 
     def run(self) -> Manifest:
         for origin in self.origins:
             origin.tell()
+        texts = read_validation(self.config)  # first, because what is wrong with them shouldn't show after hours
         tokenizer = self._tokenizer()
+        given = validation_data(self.config, tokenizer, *texts) if self.validation else None
         paths, sources = self._encode(cuts_of(tokenizer))
         self._warn(paths, sources)
         left_out = find_left_out(paths, self.recipe)
@@ -192,11 +197,12 @@ class _Preparation:
         shards = list(_bar(self.pool.run(write_shard, tasks), "writing shards", "shard", len(tasks)))
         if not sum(shard.examples for shard in shards):
             raise ValueError(f"nothing is left of the text: {_told(self._counts(paths, sources, left_out)[1])}")
-        validation, texts, characters = self._validation(tokenizer, piles, left_out)
+        validation, validation_texts, characters = self._validation(tokenizer, piles, left_out, given)
         tokenizer.save(self.folder)
         manifest = Manifest(
             self.recipe.kind, tokenizer_digest(tokenizer), self.settings,
-            self._sources(paths, sources, left_out, shards), shards, validation, texts, characters,
+            self._sources(paths, sources, left_out, shards), shards, validation, validation_texts, characters,
+            self.validation_size,
         )  # fmt: skip
         manifest.save(self.folder)
         return manifest
@@ -286,11 +292,13 @@ class _Preparation:
             logger.warning("left out %s training examples %s", f"{count:,}", reason)
         warn_of_unknown(unknown, characters, "training")
 
-    def _validation(self, tokenizer: Tokenizer, piles: Piles, left_out: LeftOut) -> tuple[Stored, Stored | None, int]:
-        """Writes the validation examples and their texts."""
+    def _validation(
+        self, tokenizer: Tokenizer, piles: Piles, left_out: LeftOut, given: tuple[Examples, Pairs, int] | None
+    ) -> tuple[Stored, Stored | None, int]:
+        """Writes the validation examples, those of `validation_data` or the held-out ones, and their texts."""
         path, characters = self.folder / VALIDATION, 0
-        if self.has_validation:
-            examples, texts, characters = validation_data(self.config, tokenizer)
+        if given is not None:
+            examples, texts, characters = given
             write_table(path, _table(examples))
         else:
             write_rows(piles, [row for _, row in left_out.validation], path)
@@ -363,6 +371,13 @@ def _origins(config: TrainConfig) -> tuple[str, list[_Origin]]:
     return kind, [_Origin(" and ".join(some), tuple(some), weight) for some, weight in zip(names, weights, strict=True)]
 
 
+def _validation_origin(config: TrainConfig) -> _Origin | None:
+    """Returns the files of the validation data that the settings name, as one source; None: it is held out."""
+    given = (config.val_source, config.val_target, config.val_tsv, config.val_text)
+    paths = tuple(path for name in given if name for path in paths_of(name))
+    return _Origin(" and ".join(paths), paths, 1.0) if paths else None
+
+
 def _number_of_shards(origins: Sequence[_Origin]) -> int:
     total, least = 0, 1
     for file in (file for origin in origins for file in origin.files()):
@@ -382,7 +397,9 @@ def _settings(config: TrainConfig, kind: str, shards: int, bpe_characters: int) 
     return {"shards": shards, "bpe_characters": bpe_characters, **values}
 
 
-def _check_complete(manifest: Manifest, folder: Path, settings: dict[str, Any], origins: Sequence[_Origin]) -> None:
+def _check_complete(
+    manifest: Manifest, folder: Path, settings: dict[str, Any], origins: Sequence[_Origin], validation: _Origin | None
+) -> None:
     """Checks, by sizes, that a complete folder is the one that the call would make.
 
     Raises:
@@ -391,14 +408,14 @@ def _check_complete(manifest: Manifest, folder: Path, settings: dict[str, Any], 
     before = [(source.name, source.weight) for source in manifest.sources]
     if (manifest.settings, before) != (settings, [(origin.name, origin.weight) for origin in origins]):
         raise ValueError(f"{folder} holds shards that were prepared with other settings: give another folder")
-    for source, origin in zip(manifest.sources, origins, strict=True):
+    files = list(zip(origins, [source.size for source in manifest.sources], strict=True))
+    for origin, was in [*files, *([(validation, manifest.validation_size)] if validation else [])]:
         size = origin.size()
         if size is None:
             logger.warning("%s is complete, so %s was not read", folder, origin.name)
-        elif source.size not in (None, size):
+        elif was not in (None, size):
             raise ValueError(
-                f"{folder} holds shards of {source.size:,} bytes of {origin.name}, which has {size:,} now: give "
-                "another folder"
+                f"{folder} holds shards of {was:,} bytes of {origin.name}, which has {size:,} now: give another folder"
             )
 
 

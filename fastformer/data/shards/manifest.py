@@ -145,6 +145,8 @@ class Manifest:
         validation: the file of the validation examples.
         validation_texts: the file of their texts; None for a language model.
         validation_characters: the number of characters in a language model's validation text.
+        validation_size: the bytes of the files that the validation data came from; None: it was held out or a pipe, or
+            the index doesn't contain the size.
     """
 
     kind: Literal["pairs", "text"]
@@ -155,6 +157,7 @@ class Manifest:
     validation: Stored
     validation_texts: Stored | None = None
     validation_characters: int = 0
+    validation_size: int | None = None
 
     @property
     def longest(self) -> int:
@@ -229,6 +232,8 @@ class Manifest:
             (self.validation_texts is None) == (self.kind == "text"), "validation_texts", "those of pairs", self.kind
         )
         _expect_counts("the index", self, ("validation_characters",))
+        size = self.validation_size
+        _expect(size is None or _is_count(size), "validation_size", "a number", size)
         _expect(bool(self.sources), "sources", "at least one", self.sources)
         _expect(bool(self.shards), "shards", "at least one", self.shards)
         for shard in self.shards:

@@ -92,6 +92,7 @@ INDEX: list[tuple[str, str, object]] = [
     *(("", name, value) for name in ("sources", "shards") for value in cast(list[object], [[], {}, None, [3]])),
     *(("", name, 3) for name in ("tokenizer", "kind", "settings", "validation", "validation_texts")),
     ("", "validation_characters", None),
+    ("", "validation_size", "5"),
     ("validation", "file", "/etc/passwd"),
 ]
 

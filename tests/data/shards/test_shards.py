@@ -355,6 +355,27 @@ def test_a_complete_folder_of_other_text_is_refused(tmp_path) -> None:
     assert hashes(tmp_path / "out") == before
 
 
+def test_a_complete_folder_of_other_validation_data_is_refused(tmp_path, caplog) -> None:
+    config = config_of(tsv(tmp_path / "a.tsv", pairs_of("x", 100)), val_tsv=tsv(tmp_path / "v.tsv", pairs_of("v", 5)))
+    whole = made(config, tmp_path / "out")
+    assert made(config, tmp_path / "out") == whole and "not read" not in caplog.text
+    tsv(tmp_path / "v.tsv", pairs_of("v", 6))
+    with pytest.raises(ValueError, match=r"v\.tsv"):
+        made(config, tmp_path / "out")
+    (tmp_path / "v.tsv").unlink()
+    assert made(config, tmp_path / "out") == whole and "v.tsv was not read" in caplog.text
+
+
+@pytest.mark.parametrize("lines", [None, "one side\n", "aaaaaaaa\tb\n"])
+def test_validation_data_are_checked_before_anything_is_encoded(tmp_path, monkeypatch, lines) -> None:
+    if lines is not None:
+        (tmp_path / "v.tsv").write_text(lines)
+    config = config_of(tsv(tmp_path / "a.tsv", pairs_of("x", 9)), val_tsv=str(tmp_path / "v.tsv"), max_len=5)
+    monkeypatch.setattr(preparing, "encode_task", None)
+    with pytest.raises(ValueError, match=r"v\.tsv|validation example"):
+        made(config, tmp_path / "out")
+
+
 def test_a_pipe_starts_over(tmp_path, monkeypatch, caplog) -> None:
     os.mkfifo(tmp_path / "pipe")
 
