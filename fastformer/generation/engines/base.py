@@ -325,15 +325,14 @@ class Engine(ABC):
         """The names of the adapters that were added."""
         return ()
 
-    def adapter(self, name: str | None) -> Adapter | None:
-        """Returns the adapter of a name; None for None.
+    def adapter(self, name: str) -> Adapter:
+        """Returns the adapter of a name.
 
         Raises:
             ValueError: there is none of this name.
         """
-        if name is not None:
-            raise ValueError(f"expected the name of an adapter that was loaded (there is none), got {name!r:.60}")
-        return None
+        known = ", ".join(map(repr, self.adapters)) or "there is none"
+        raise ValueError(f"expected the name of an adapter that was loaded ({known}), got {name!r:.60}")
 
     def limit_to(self, shortlist: Sequence[int]) -> bool:
         """Makes batches that are opened from now on compute the logits of only some tokens.

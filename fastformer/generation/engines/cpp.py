@@ -185,13 +185,8 @@ class CppEngine(Engine):
     def adapters(self) -> tuple[str, ...]:
         return (*self._adapters,)
 
-    def adapter(self, name: str | None) -> Adapter | None:
-        if name is None:
-            return None
-        if name not in self._adapters:
-            known = ", ".join(map(repr, self._adapters)) or "there is none"
-            raise ValueError(f"expected the name of an adapter that was loaded ({known}), got {name!r:.60}")
-        return self._adapters[name]
+    def adapter(self, name: str) -> Adapter:
+        return self._adapters[name] if name in self._adapters else super().adapter(name)
 
     def packed_adapter(self, adapter: Adapter | None, model: object) -> object:
         """Returns the `PackedAdapter` of an adapter for the `PackedModel` of a session; None for None."""
