@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fastformer.cache import KVCache
+from fastformer.generation.engines import graph as graph_module
 from tests.no_sync import NoSync
 
 
@@ -69,6 +72,15 @@ class Tape(TorchDispatchMode):
             for output, value in zip(outputs, _tensors(func(*args, **options)), strict=True):
                 if _place(output) != _place(value):
                     output.detach().copy_(value)
+
+
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> TapeGraphs:
+    """Has engines treat the CPU as a GPU, whose graphs are those that this returns."""
+    graphs = TapeGraphs("cpu")
+    monkeypatch.setattr(graph_module, "DEVICES", ("cpu",))
+    monkeypatch.setattr(graph_module, "Graphs", lambda device: graphs)
+    monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: False))  # as a GPU has tables of its own
+    return graphs
 
 
 class TapeGraphs:

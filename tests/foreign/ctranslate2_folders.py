@@ -74,9 +74,6 @@ def convert(folder: Path, kind: str, options: dict[str, Any], quantization: str 
 
 def convert_model(folder: Path, kind: str, model: Any, tokens: list[str], quantization: str | None) -> None:
     """Converts a model with these tokens."""
-    from ctranslate2.converters.transformers import _MODEL_LOADERS
-
-    loader = _MODEL_LOADERS[f"{kind}Config"]
     # Versions of transformers that the converter was written for have these settings.
     model.config.normalize_before = kind in ("MBart", "Pegasus", "M2M100")
     model.config.normalize_embedding = kind in ("Bart", "MBart")
@@ -87,9 +84,21 @@ def convert_model(folder: Path, kind: str, model: Any, tokens: list[str], quanti
         def convert_ids_to_tokens(self, i: int) -> str:
             return tokens[i]
 
+    save_converted(folder, kind, model, Names(), tokens[:-1] if kind == "Marian" else tokens, quantization)
+
+
+def save_converted(
+    folder: Path, kind: str, model: Any, names: Any, tokens: list[str], quantization: str | None = None, **config: Any
+) -> None:
+    """Saves what CTranslate2 makes of a model of transformers, with tokens for which `names` is the tokenizer."""
+    from ctranslate2.converters.transformers import _MODEL_LOADERS
+
+    loader = _MODEL_LOADERS[f"{kind}Config"]
     spec = loader.get_model_spec(model)
-    loader.set_config(spec.config, model, Names())
-    loader.set_vocabulary(spec, tokens[:-1] if kind == "Marian" else tokens)
+    loader.set_config(spec.config, model, names)
+    loader.set_vocabulary(spec, tokens)
+    for name, value in config.items():
+        setattr(spec.config, name, value)
     spec.validate()
     spec.optimize(quantization=quantization)
     shutil.rmtree(folder, ignore_errors=True)
@@ -149,9 +158,6 @@ def make_decoder(kind: str, options: dict[str, Any]) -> Any:
 
 def convert_decoder(folder: Path, kind: str, settings: dict[str, Any], quantization: str | None) -> list[str]:
     """Converts a decoder, and returns its tokens."""
-    from ctranslate2.converters.transformers import _MODEL_LOADERS
-
-    model, loader = make_decoder(kind, settings), _MODEL_LOADERS[f"{kind}Config"]
     tokens = ["<s>", "</s>", "<unk>", *(f"t{i}" for i in range(3, VOCAB))]
 
     class Names:
@@ -160,14 +166,7 @@ def convert_decoder(folder: Path, kind: str, settings: dict[str, Any], quantizat
         def convert_ids_to_tokens(self, i: int) -> str:
             return tokens[i]
 
-    spec = loader.get_model_spec(model)
-    loader.set_config(spec.config, model, Names())
-    loader.set_vocabulary(spec, tokens)
-    spec.validate()
-    spec.optimize(quantization=quantization)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    spec.save(str(folder))
+    save_converted(folder, kind, make_decoder(kind, settings), Names(), tokens, quantization)
     added = [{"id": i, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
               "normalized": False} for i, token in enumerate(tokens[:3])]  # fmt: skip
     words = {"type": "WordLevel", "vocab": {token: i for i, token in enumerate(tokens)}, "unk_token": "<unk>"}

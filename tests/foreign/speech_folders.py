@@ -9,13 +9,13 @@ of windows, and the hypotheses of searches, each with its prompt and its options
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.audio.whispers import EN, NO_TIMESTAMPS, SOT, TOKENS, TRANSCRIBE, features, whisper
+from tests.foreign.ctranslate2_folders import save_converted
 
 FOLDERS = Path(__file__).parent / "speech"
 WINDOWS = 6
@@ -36,9 +36,6 @@ SEARCHES: list[tuple[list[int], dict[str, Any]]] = [
 
 def write(folder: Path, quantization: str | None) -> None:
     import ctranslate2
-    from ctranslate2.converters.transformers import _MODEL_LOADERS
-
-    model, loader = whisper(), _MODEL_LOADERS["WhisperConfig"]
 
     class Tokens:
         additional_special_tokens_ids = tuple(range(SOT, NO_TIMESTAMPS + 1))
@@ -49,15 +46,8 @@ def write(folder: Path, quantization: str | None) -> None:
         def convert_tokens_to_ids(self, token: str) -> int:
             return TOKENS.index(token)
 
-    spec = loader.get_model_spec(model)
-    loader.set_config(spec.config, model, Tokens())
-    loader.set_vocabulary(spec, TOKENS)
-    spec.config.lang_ids = [EN, EN + 1, EN + 2]
-    spec.validate()
-    spec.optimize(quantization=quantization)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    spec.save(str(folder))
+    languages = [EN, EN + 1, EN + 2]
+    save_converted(folder, "Whisper", whisper(), Tokens(), TOKENS, quantization, lang_ids=languages)
     engine = ctranslate2.models.Whisper(str(folder), compute_type="float32")
     states = engine.encode(ctranslate2.StorageView.from_array(features(WINDOWS).numpy()), to_cpu=True)
     searches = []

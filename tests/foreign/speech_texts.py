@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.audio.speech import LANGUAGES, sound, whisper
+from tests.foreign.ctranslate2_folders import save_converted
 
 FILE = Path(__file__).parent / "speech_texts.json"
 _USUAL = {"language": "en", "temperature": [0.0], "no_speech_threshold": None, "max_new_tokens": 40, "beam_size": 2}
@@ -57,8 +58,6 @@ def loud(samples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _convert(folder: Path) -> None:
-    from ctranslate2.converters.transformers import _MODEL_LOADERS
-
     model, tokenizer = whisper(3000, 448)
     names = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     first, last = names.index("<|startoftranscript|>"), names.index("<|notimestamps|>")
@@ -72,14 +71,8 @@ def _convert(folder: Path) -> None:
         def convert_tokens_to_ids(self, token: str) -> int:
             return names.index(token)
 
-    loader = _MODEL_LOADERS["WhisperConfig"]
-    spec = loader.get_model_spec(model)
-    loader.set_config(spec.config, model, Tokens())
-    loader.set_vocabulary(spec, names)
-    spec.config.lang_ids = [names.index(f"<|{language}|>") for language in LANGUAGES]
-    spec.validate()
-    spec.optimize()
-    spec.save(str(folder))
+    languages = [names.index(f"<|{language}|>") for language in LANGUAGES]
+    save_converted(folder, "Whisper", model, Tokens(), names, lang_ids=languages)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 

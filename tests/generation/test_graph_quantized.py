@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from fastformer.cache import KVCache
 from fastformer.data import ByteTokenizer
 from fastformer.engine.frozen import repack
 from fastformer.generation import Generator, Translator, generate
@@ -30,7 +29,7 @@ from fastformer.ops.quantized_linear import QuantizedWeights
 from tests.covering import by_turns
 from tests.generation.weights import CONFIGS, drawn
 from tests.no_sync import NoSync
-from tests.tape import TapeGraphs
+from tests.tape import TapeGraphs, as_gpu
 
 pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
 
@@ -40,13 +39,8 @@ SAMPLED = {"do_sample": True, "top_k": 5}
 
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch: pytest.MonkeyPatch) -> TapeGraphs:
-    """Treats the CPU as a GPU, whose graphs are these."""
-    seen = TapeGraphs("cpu")
-    monkeypatch.setattr(graph_module, "DEVICES", ("cpu",))
-    monkeypatch.setattr(graph_module, "Graphs", lambda device: seen)
-    monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: False))  # as a GPU has tables of its own
     monkeypatch.setattr(CppEngine, "why_unsupported", classmethod(lambda *_: "the model is on a GPU"))
-    return seen
+    return as_gpu(monkeypatch)
 
 
 def quantized(name: str, precision: str, dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -22,17 +22,12 @@ from fastformer.ops import record_backends
 from tests.integrations import decoders
 from tests.integrations.engine_calls import pair_of
 from tests.integrations.test_engine_generate import SERVED, Listener
-from tests.tape import TapeGraphs
+from tests.tape import TapeGraphs, as_gpu
 
 
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch) -> TapeGraphs:
-    """Treats the CPU as a GPU, whose graphs are these."""
-    seen = TapeGraphs("cpu")
-    monkeypatch.setattr(graph_module, "DEVICES", ("cpu",))
-    monkeypatch.setattr(graph_module, "Graphs", lambda device: seen)
-    monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: False))  # as a GPU has tables of its own
-    return seen
+    return as_gpu(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fastformer
 from fastformer.nn.layout import Padding
+from tests.integrations.families import Wrapped
 from tests.integrations.test_padding import IDS, LABELS, MASK, make
 
 REAL = MASK.bool()
@@ -52,15 +53,11 @@ def mixed(x: Tensor) -> Tensor:
     return x + 0.5 * x.mean(1, keepdim=True) if x.dim() > 2 else x + 0.5 * x.mean(-1, keepdim=True)
 
 
-class Mixing(nn.Module):
+class Mixing(Wrapped):
     """The original module, followed by a mix of the positions."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return mixed_output(self.inner(*args, **kwargs))
+        return mixed_output(super().forward(*args, **kwargs))
 
 
 class MeanPooler(nn.Module):
