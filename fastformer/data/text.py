@@ -249,11 +249,12 @@ class NothingError(ValueError):
 
     Attributes:
         reason: the fault in a word or two, by which files are counted.
+        lines: the number of bad lines that were skipped; 0: the file is empty.
     """
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str, lines: int = 0) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.lines = reason, lines
 
 
 def _why_no_document(file: Path) -> str | None:
@@ -352,7 +353,8 @@ def _report(bad: Sequence[BadLine], total: int, where: str, *, has_good: bool) -
         NothingError: there is no other line.
     """
     if not has_good:
-        raise NothingError(f"every line of {where} is bad: {_by_kind(bad) or 'empty'}", bad[0].kind if bad else "empty")
+        kind = bad[0].kind if bad else "empty"
+        raise NothingError(f"every line of {where} is bad: {_by_kind(bad) or kind}", kind, len(bad))
     if bad:
         logger.warning("skipped %s of %s lines of %s: %s", f"{len(bad):,}", f"{total:,}", where, _by_kind(bad))
 

@@ -9,9 +9,10 @@ import time
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from fastformer.data.held_out import different_from, first_ones, keys_of, lowest
 from fastformer.data.pair import sides
 from fastformer.data.shards.manifest import Manifest
 from fastformer.data.shards.reading import ShardedExamples, read_examples
-from fastformer.data.text import read_documents, read_pairs, read_tsv
+from fastformer.data.text import NothingError, read_documents, read_pairs, read_tsv
 from fastformer.data.tokenizer_files import count_unknown
 from fastformer.number_words import english, german, number_pairs
 from fastformer.training.config import TrainConfig, paths_of, split_at_commas
@@ -35,6 +36,7 @@ from fastformer.training.sections import WORDS
 logger = logging.getLogger("fastformer")
 
 Pairs = list[tuple[str, str]]
+Part = TypeVar("Part")
 _TRAIN_NUMBERS, _VAL_NUMBERS = 20_000, 1000
 ENCODED_AT_ONCE = 4096  # texts at a time: enough for all cores, and few enough for a progress bar to move
 
@@ -137,12 +139,8 @@ def _pairs_of(path: Path) -> Pairs:
 
 def read_validation(config: TrainConfig) -> tuple[list[str], Pairs]:
     """Reads the validation data that the settings name: the documents of a text, or pairs; none of both: no data."""
-    documents = [
-        text
-        for path in (paths_of(config.val_text) if config.val_text else ())
-        for text in read_documents(path, skip_bad=config.skip_bad_lines)
-    ]
-    return documents, [pair for corpus in _read_pairs(config, "val") for pair in corpus]
+    documents = _read_documents(config, config.val_text) if config.val_text else []
+    return [text for some in documents for text in some], [pair for some in _read_pairs(config, "val") for pair in some]
 
 
 def validation_data(
@@ -304,14 +302,34 @@ def _pairs(config: TrainConfig) -> tuple[list[Pairs], Pairs]:
 
 def _read_pairs(config: TrainConfig, part: str) -> list[Pairs]:
     """Reads the pairs of each corpus; `part` is "train" or "val"."""
-    skip_bad = config.skip_bad_lines
     source, target, tsv = (getattr(config, f"{part}_{name}") for name in ("source", "target", "tsv"))
     if tsv:
-        return [read_tsv(path, skip_bad=skip_bad) for path in paths_of(tsv)]
+        return _read_each(config, read_tsv, [(path,) for path in paths_of(tsv)])
     if source and target:
-        both = zip(paths_of(source), paths_of(target), strict=True)
-        return [read_pairs(one, other, skip_bad=skip_bad) for one, other in both]
+        return _read_each(config, read_pairs, list(zip(paths_of(source), paths_of(target), strict=True)))
     return []
+
+
+def _read_documents(config: TrainConfig, paths: str) -> list[list[str]]:
+    """Reads the documents of each corpus of a language model."""
+    return _read_each(config, read_documents, [(path,) for path in paths_of(paths)])
+
+
+def _read_each(
+    config: TrainConfig, read: Callable[..., list[Part]], paths: Sequence[tuple[str, ...]]
+) -> list[list[Part]]:
+    """Reads the corpora at some paths; one of several may have no good line, if bad lines are skipped."""
+    corpora: list[list[Part]] = []
+    for some in paths:
+        try:
+            corpora.append(read(*some, skip_bad=config.skip_bad_lines))
+        except NothingError as error:
+            is_last = len(corpora) == len(paths) - 1
+            if not error.lines or (is_last and not any(corpora)):
+                raise
+            logger.warning("%s", error)
+            corpora.append([])
+    return corpora
 
 
 def _filtered(config: TrainConfig, corpora: list[Pairs]) -> list[Pairs]:
@@ -400,10 +418,11 @@ def number_texts(seed: int) -> tuple[Pairs, Pairs]:
 def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainingData:
     if not config.train_text:
         raise ValueError("expected train_text, a text file or a folder of them, for model gpt, got none")
-    corpora = [read_documents(path, skip_bad=config.skip_bad_lines) for path in paths_of(config.train_text)]
+    corpora = _read_documents(config, config.train_text)
     val_texts = read_validation(config)[0]
     if not val_texts:
-        cut = [_cut_tenth(texts, path) for texts, path in zip(corpora, paths_of(config.train_text), strict=True)]
+        each = zip(corpora, paths_of(config.train_text), strict=True)
+        cut = [_cut_tenth(texts, path) if texts else ([], []) for texts, path in each]
         corpora, val_texts = [left for left, _ in cut], [text for _, held_out in cut for text in held_out]
         total, held_out = (sum(map(len, texts)) for texts in ([t for left in corpora for t in left], val_texts))
         logger.info(

@@ -201,6 +201,24 @@ def test_bad_lines_stop_or_are_dropped(tmp_path, caplog) -> None:
     assert caplog.text.count("2 of 8 lines") == 2
 
 
+@pytest.mark.parametrize("kind", ["train_tsv", "train_text"])
+def test_one_of_several_corpora_may_have_bad_lines_alone(tmp_path, caplog, kind) -> None:
+    good = lines(tmp_path / "good", [f"{i} one\tein {i}" for i in range(60)])
+    (tmp_path / "bad").write_bytes(b"\xff\t\xff\n" * 4)
+    bad = str(tmp_path / "bad")
+
+    def read(files: list[str], weights: str) -> TrainingData:
+        model = "gpt" if kind == "train_text" else "transformer"
+        settings = {kind: ",".join(files), "model": model, "data_weights": weights}
+        return load_data(TrainConfig(**settings, tokenizer="bytes", skip_bad_lines=True, seqlen=16))
+
+    data, alone = read([bad, good, bad], "1,2,1"), read([good], "2")
+    assert [*data.train] == [*alone.train] and [*data.val] == [*alone.val] and set(data.weights.tolist()) == {2.0}
+    assert caplog.text.count("4 not UTF-8") == 2
+    with pytest.raises(ValueError, match="bad"):
+        read([bad, bad], "1,1")
+
+
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 def test_line_ends_are_text_and_eos_ends_documents(tmp_path, tokenizer, monkeypatch) -> None:
     monkeypatch.setattr("fastformer.data.cuts.PIECE", 50)  # documents are cut into pieces
