@@ -11,6 +11,7 @@ and the packages below are loaded on first use: importing the package alone stay
 from __future__ import annotations
 
 import importlib
+from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,27 +35,6 @@ if TYPE_CHECKING:
     from fastformer.models import Transformer as Transformer
 
 __version__ = "0.2.0"
-__all__ = [
-    "GPT",
-    "AsyncTranslator",
-    "BatchedInferencePipeline",
-    "Chat",
-    "ChatTemplate",
-    "CrossEncoder",
-    "Encoder",
-    "MultiVectorEncoder",
-    "TokenClassifier",
-    "Transformer",
-    "Translator",
-    "WhisperModel",
-    "__version__",
-    "accelerate",
-    "activate",
-    "deactivate",
-    "generate",
-    "report",
-    "restore",
-]
 
 # The names above, by the package that has them.
 _NAMES = {
@@ -65,6 +45,7 @@ _NAMES = {
     "integrations": ("accelerate", "report", "restore"),
     "models": ("GPT", "Transformer"),
 }
+__all__ = sorted([*chain.from_iterable(_NAMES.values()), "__version__"])
 # As torch.nn is there once torch is imported.
 _PACKAGES = (*_NAMES, "data", "nn", "ops", "training")
 

@@ -6,43 +6,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastformer.generation.names import AsyncGenerator as AsyncGenerator
-    from fastformer.generation.names import AsyncTranslator as AsyncTranslator
-    from fastformer.generation.names import Chat as Chat
-    from fastformer.generation.names import ChatTemplate as ChatTemplate
-    from fastformer.generation.names import Ensemble as Ensemble
-    from fastformer.generation.names import GenerateOutput as GenerateOutput
-    from fastformer.generation.names import GenerationConfig as GenerationConfig
-    from fastformer.generation.names import GenerationSettings as GenerationSettings
-    from fastformer.generation.names import Generator as Generator
-    from fastformer.generation.names import Sentence as Sentence
-    from fastformer.generation.names import TextStreamer as TextStreamer
-    from fastformer.generation.names import Translator as Translator
-    from fastformer.generation.names import draw_attention as draw_attention
-    from fastformer.generation.names import generate as generate
-    from fastformer.generation.names import repack as repack
-    from fastformer.generation.names import score as score
-    from fastformer.generation.names import split_sentences as split_sentences
+    from fastformer.generation.names import *  # noqa: F403
 
 __all__ = [
-    "AsyncGenerator",
-    "AsyncTranslator",
-    "Chat",
-    "ChatTemplate",
-    "Ensemble",
-    "GenerateOutput",
-    "GenerationConfig",
-    "GenerationSettings",
-    "Generator",
-    "Sentence",
-    "TextStreamer",
-    "Translator",
-    "draw_attention",
-    "generate",
-    "repack",
-    "score",
-    "split_sentences",
-]
+    "AsyncGenerator", "AsyncTranslator", "Chat", "ChatTemplate", "Ensemble", "GenerateOutput",  # noqa: F405
+    "GenerationConfig", "GenerationSettings", "Generator", "Sentence", "TextStreamer", "Translator",  # noqa: F405
+    "draw_attention", "generate", "repack", "score", "split_sentences",  # noqa: F405
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import fastformer
 from fastformer.cli import COMMANDS
 from fastformer.commands._parsing import make_parser
 from fastformer.settings import describe_bounds
@@ -53,9 +52,9 @@ INTERNAL = {
 
 def public_names(package: str) -> list[str]:
     """Returns the names that a package's file defines, or imports under their own name (`from x import y as y`)."""
-    if package == "fastformer":
-        return sorted(fastformer.__all__)
     module = importlib.import_module(package)
+    if hasattr(module, "__all__"):
+        return sorted(module.__all__)
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]  # some are for type checkers alone
