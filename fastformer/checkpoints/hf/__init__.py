@@ -95,6 +95,15 @@ def _checked(kind: str, family: Family, *, encodes: bool = False) -> Family:
     return family._replace(to_model=to_model)
 
 
+# The beginning of the names of a decoder's classes, such as LlamaConfig and LlamaForCausalLM.
+_CAUSAL = {
+    "llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+    "olmo2": "Olmo2", "olmo3": "Olmo3", "phi3": "Phi3", "gemma": "Gemma", "gemma2": "Gemma2", "gpt_neox": "GPTNeoX",
+    "starcoder2": "Starcoder2", "mixtral": "Mixtral", "granitemoe": "GraniteMoe", "olmoe": "Olmoe",
+    "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite",
+    "granitemoehybrid": "GraniteMoeHybrid", "phi": "Phi", "stablelm": "StableLm", "cwm": "Cwm",
+}  # fmt: skip
+_ENCODERS = ("roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert", "eurobert")
 _FAMILIES = {
     "bart": _of_bart("BART", "Bart", bart.read_tokenizer),
     "marian": _of_bart("Marian", "Marian", bart_tokenizers.read_marian, head="MTModel"),
@@ -104,43 +113,14 @@ _FAMILIES = {
     "t5": Family("T5", "T5Config", "T5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "mt5": Family("mT5", "MT5Config", "MT5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "gpt2": _decoder("gpt2", "GPT2Config", "GPT2LMHeadModel"),
-    "llama": _decoder("llama", "LlamaConfig", "LlamaForCausalLM"),
-    "mistral": _decoder("mistral", "MistralConfig", "MistralForCausalLM"),
-    "ministral": _decoder("ministral", "MinistralConfig", "MinistralForCausalLM"),
-    "qwen2": _decoder("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": _decoder("qwen3", "Qwen3Config", "Qwen3ForCausalLM"),
-    "olmo2": _decoder("olmo2", "Olmo2Config", "Olmo2ForCausalLM"),
-    "olmo3": _decoder("olmo3", "Olmo3Config", "Olmo3ForCausalLM"),
-    "phi3": _decoder("phi3", "Phi3Config", "Phi3ForCausalLM"),
-    "gemma": _decoder("gemma", "GemmaConfig", "GemmaForCausalLM"),
-    "gemma2": _decoder("gemma2", "Gemma2Config", "Gemma2ForCausalLM"),
+    **{kind: _decoder(kind, f"{name}Config", f"{name}ForCausalLM") for kind, name in _CAUSAL.items()},
     "gemma3_text": _decoder("gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM", "gemma3"),
-    "gpt_neox": _decoder("gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
-    "starcoder2": _decoder("starcoder2", "Starcoder2Config", "Starcoder2ForCausalLM"),
-    "mixtral": _decoder("mixtral", "MixtralConfig", "MixtralForCausalLM"),
-    "granitemoe": _decoder("granitemoe", "GraniteMoeConfig", "GraniteMoeForCausalLM"),
-    "olmoe": _decoder("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
-    "qwen2_moe": _decoder("qwen2_moe", "Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
-    "qwen3_moe": _decoder("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
-    "smollm3": _decoder("smollm3", "SmolLM3Config", "SmolLM3ForCausalLM"),
-    "exaone4": _decoder("exaone4", "Exaone4Config", "Exaone4ForCausalLM"),
-    "granite": _decoder("granite", "GraniteConfig", "GraniteForCausalLM"),
-    "granitemoehybrid": _decoder("granitemoehybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
-    "phi": _decoder("phi", "PhiConfig", "PhiForCausalLM"),
-    "stablelm": _decoder("stablelm", "StableLmConfig", "StableLmForCausalLM"),
-    "cwm": _decoder("cwm", "CwmConfig", "CwmForCausalLM"),
     "bert": _encoder("bert", "ForPreTraining"),
-    "roberta": _encoder("roberta"),
-    "xlm-roberta": _encoder("xlm-roberta"),
-    "camembert": _encoder("camembert"),
-    "distilbert": _encoder("distilbert"),
-    "mpnet": _encoder("mpnet"),
+    **{kind: _encoder(kind) for kind in _ENCODERS},
     "electra": _encoder("electra", "ForPreTraining"),
     "albert": _encoder("albert", "ForPreTraining"),
-    "modernbert": _encoder("modernbert"),
     "nomic_bert": _encoder("nomic_bert", like="bert"),
     "gte": _encoder("gte", like="xlm-roberta"),
-    "eurobert": _encoder("eurobert"),
 }
 FAMILIES = {kind: _checked(kind, family) for kind, family in _FAMILIES.items()}
 
