@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -23,7 +25,6 @@ from fastformer.models.common import (
 from fastformer.models.next_tokens import NextTokenModel
 from fastformer.models.pretrained import placement
 from fastformer.nn.attention import MultiheadAttention
-from fastformer.nn.attention_maps import record_attention
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, check_buckets
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
@@ -496,7 +497,7 @@ class Transformer(NextTokenModel):
         training = self.training
         self.eval()
         try:
-            return record_attention(groups, lambda: self._hidden(source, target, source_layout, None), average_heads)
+            return _recorded(groups, lambda: self._hidden(source, target, source_layout, None), average_heads)
         finally:
             self.train(training)
 
@@ -515,3 +516,22 @@ def _whole_bias(relative: RelativePositionBias | None, seqlen: int) -> Tensor | 
         return None
     positions = torch.arange(seqlen, device=relative.table.device)
     return relative(positions, positions)
+
+
+def _recorded(
+    groups: dict[str, list[MultiheadAttention]], run: Callable[[], object], average_heads: bool
+) -> dict[str, Tensor]:
+    """Runs a model, and returns the distributions of groups of its attention modules, each of which is called once."""
+    found: dict[str, list[Tensor]] = {name: [] for name in groups}
+
+    def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**kwargs, "need_weights": True, "average_attn_weights": average_heads}
+
+    with contextlib.ExitStack() as hooks:
+        for name, attentions in groups.items():
+            for module in attentions:
+                hooks.enter_context(module.register_forward_pre_hook(ask, with_kwargs=True))
+                keep = lambda _module, _args, output, name=name: found[name].append(output[1])  # noqa: E731
+                hooks.enter_context(module.register_forward_hook(keep))
+        run()
+    return {name: torch.stack(weights) for name, weights in found.items()}
