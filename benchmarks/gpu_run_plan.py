@@ -40,12 +40,6 @@ from benchmarks.gpu.warm import PlanStep, has_device, import_ahead, listed, spaw
 from benchmarks.measure import record
 from benchmarks.measure.commands import parser_of, refuse_interpreter
 
-
-def limit_of(step: PlanStep) -> float:
-    """Returns the seconds after which a step counts as hanging."""
-    return max(45.0, 2 * step.seconds)
-
-
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -101,7 +95,8 @@ def work_through(
         elif not is_first and began + step.seconds > end:
             return 3
         else:
-            line = {"key": step.key, **run(step, out, min(limit_of(step), max(1.0, end - began)))}
+            hangs = max(45.0, 2 * step.seconds)
+            line = {"key": step.key, **run(step, out, min(hangs, max(1.0, end - began)))}
             if not (line["ok"] or is_first) and time.monotonic() >= end:
                 return 3  # it may only have been cut off
         line["seconds"] = round(time.monotonic() - began, 1)

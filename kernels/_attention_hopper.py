@@ -51,19 +51,6 @@ def fits(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | 
     )
 
 
-class Tile(NamedTuple):
-    """The tile sizes of the forward kernel."""
-
-    block_n: int  # keys per block: 128 if a consumer has enough registers, else 64
-    stages: int  # the number of buffers in a ring
-
-
-def tile_of(problem: Problem) -> Tile:
-    """Returns the tile of the forward kernel."""
-    is_full = problem.dropout[0] is not None or problem.window[0] is not None
-    return Tile(64, 4) if is_full else Tile(128, 2)
-
-
 def _addressable(x: Tensor, packed: bool) -> bool:
     """Returns whether a ragged descriptor can describe a tensor; see `ragged_descriptor`."""
     if x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % 16:
@@ -208,7 +195,9 @@ def forward_arguments(
     """Returns the forward kernel's (arguments, constexprs, number of tiles)."""
     packed = problem.lengths == "packed"
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-    block_n, stages = tile_of(problem)
+    # The keys of a block, and the buffers of a ring. Dropout and windows leave a consumer too few registers for more.
+    is_full = problem.dropout[0] is not None or problem.window[0] is not None
+    block_n, stages = (64, 4) if is_full else (128, 2)
     planes = planes_of(problem, cdiv(problem.seqlen_q, CONSUMERS * CONSUMER_ROWS), kv_bytes)
     num_tiles = planes[2] * planes[3]
     unit = stride_unit(out)

@@ -8,6 +8,12 @@ from typing import Any
 import torch
 
 
+def capability_of(device: int) -> int:
+    """Returns a device's compute capability, 90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
 class Device:
     """The current device according to PyTorch. Triton's driver is not used, because it needs a C compiler."""
 
@@ -17,15 +23,7 @@ class Device:
     def get_current_stream(self, device: int) -> int:
         return int(torch._C._cuda_getCurrentRawStream(device))
 
-    def get_capability(self, device: int) -> int:
-        """Returns a device's compute capability, 90 for sm_90."""
-        return capability_of(device)
-
-
-def capability_of(device: int) -> int:
-    """Returns a device's compute capability, 90 for sm_90."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+    get_capability = staticmethod(capability_of)
 
 
 # Tests and reports replace it to pretend that another device is present.

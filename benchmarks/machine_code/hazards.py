@@ -260,11 +260,11 @@ def _joined(first: _Flight, second: _Flight) -> _Flight:
     return _Flight(groups, first.operands | second.operands, first.results | second.results)
 
 
-def in_flight(instructions: list[sass.Instruction]) -> list[str]:
-    """Returns descriptions of the instructions that access registers of a product before the wait for it."""
+def in_flight(instructions: list[sass.Instruction]) -> Iterator[str]:
+    """Yields descriptions of the instructions that access registers of a product before the wait for it."""
     products = list(map(_product, instructions))
     if not any(products):
-        return []
+        return
     waits = [
         int(instruction.operands.split(",")[-1], 16) if instruction.opcode.startswith("WARPGROUP.DEPBAR") else None
         for instruction in instructions
@@ -280,12 +280,6 @@ def in_flight(instructions: list[sass.Instruction]) -> list[str]:
         return flight._replace(groups=flight.groups[-wait:] if wait else ()) if wait is not None else flight
 
     flights = sass.flow(sass.successors(instructions), _Flight(), after, _joined)
-    return list(_touched(instructions, products, flights))
-
-
-def _touched(
-    instructions: list[sass.Instruction], products: list[_Product | None], flights: list[_Flight | None]
-) -> Iterator[str]:
     for instruction, product, flight in zip(instructions, products, flights, strict=True):
         if flight is None:
             continue

@@ -42,9 +42,7 @@ from benchmarks.machine_code.cases import USUAL
 from benchmarks.machine_code.rows import LoopLine, MachineCodeRow, merge, show
 from benchmarks.measure.commands import count, parser_of, refuse_interpreter
 
-# The most shared memory of a program, in bytes.
-SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-ARCHITECTURES = tuple(SHARED_LIMIT)
+ARCHITECTURES = tuple(sass.SM_LIMITS)
 STEMS = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[a-z]*.py"))
 # The matrix instruction of a product whose result has 64 rows or more; smaller ones are mma.sync everywhere.
 WIDE = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
@@ -161,7 +159,7 @@ def compile_launch(work: LaunchReport) -> MachineCodeRow:
     # If the kernels refuse to multiply with this Triton (sm_100 with Triton 3.6), their synchronisation doesn't matter.
     unordered: tuple[str, ...] = ()
     if not multiplies_wrongly(arch):
-        unordered = (*hazards.orders(ptx), *hazards.in_flight(instructions)[:3])
+        unordered = (*hazards.orders(ptx), *itertools.islice(hazards.in_flight(instructions), 3))
     return row._replace(problems=(*problems_of(row, products_of(launch)), *unordered))
 
 
@@ -186,8 +184,8 @@ def problems_of(row: MachineCodeRow, products: list[int]) -> Iterator[str]:
     expected_wide = sum(rows >= 64 for rows in products) if row.arch in (90, 100) else 0
     if row.spilled > 0:
         yield f"spills {row.spilled} bytes"
-    if row.shared > SHARED_LIMIT[row.arch]:
-        yield f"shared memory {row.shared} > {SHARED_LIMIT[row.arch]}"
+    if row.shared > (most := sass.SM_LIMITS[row.arch].shared - sass.RESERVED):
+        yield f"shared memory {row.shared} > {most}"
     if row.wide < expected_wide:
         yield f"{row.wide} {WIDE[row.arch]}, expected {expected_wide} or more"
     if row.wide + row.narrow < len(products):
@@ -209,13 +207,6 @@ def scores_of(launch: RecordedLaunch, warps: int) -> float | None:
         return declared(launch.arguments)
     block_m, block_n = (launch.arguments.get(name) for name in ("BLOCK_M", "BLOCK_N"))
     return None if block_m is None or block_n is None else block_m * block_n / (32 * warps)
-
-
-def launches_of(call: Callable[[], object], arch: int) -> list[RecordedLaunch]:
-    """Returns the launches of `call` on a GPU of this compute capability. `call` makes its own tensors, on "cuda"."""
-    with FakeTensorMode(allow_non_fake_inputs=True), recorded(arch) as launches:
-        call()
-    return launches
 
 
 def products_of(launch: RecordedLaunch) -> list[int]:
@@ -256,7 +247,9 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Lau
             if not pattern.search(title):
                 continue
             times: Counter[str] = Counter()
-            for launch in launches_of(call, arch):
+            with FakeTensorMode(allow_non_fake_inputs=True), recorded(arch) as launches:
+                call()
+            for launch in launches:
                 name = launch.name
                 times[name] += 1
                 key = (name, repr(launch.signature), repr(launch.options))
@@ -289,11 +282,6 @@ def in_forks(function: Callable[[LaunchReport], Result], works: list[LaunchRepor
         yield from pool.map(functools.partial(_do, function), range(len(works)))
 
 
-def report(archs: list[int], stems: list[str], size: str, jobs: int = 1) -> Iterator[MachineCodeRow]:
-    """Compiles the launches of `distinct_launches` in parallel processes, and yields their rows in the same order."""
-    yield from in_forks(compile_launch, distinct_launches(archs, stems, size), jobs)
-
-
 def parser_of_cases(name: str, about: str | None, archs: Sequence[int], size: str) -> argparse.ArgumentParser:
     """Makes the parser of a command that compiles cases, with these architectures and this size as the default."""
     parser = parser_of(name, about)
@@ -320,9 +308,8 @@ def main() -> int:
     print(f"triton {triton.__version__}, torch {torch.__version__}")
     print(f"arch {'kernel':24} {'tile':16} {'reg':>4} {'spill':>5} {'shared':>7} ctas {'wide':>5} {'sync':>5}  case")
     rows: list[MachineCodeRow] = []
-    for (arch, op), group in itertools.groupby(
-        report(args.arch, args.only, args.size, args.jobs), lambda row: (row.arch, row.op)
-    ):
+    compiled = in_forks(compile_launch, distinct_launches(args.arch, args.only, args.size), args.jobs)
+    for (arch, op), group in itertools.groupby(compiled, lambda row: (row.arch, row.op)):
         rows_of_op = []
         for row in group:
             print(show(row), flush=True)

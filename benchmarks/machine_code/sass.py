@@ -193,11 +193,12 @@ class SmLimits(NamedTuple):
 
     warps: int
     ctas: int
-    shared: int  # bytes; each CTA uses 1 KB more than it requests
+    shared: int  # bytes; each CTA uses RESERVED more than it requests
     registers: int = 65536
     tensor_columns: int = 512  # sm_100's tensor memory
 
 
+RESERVED = 1024
 SM_LIMITS = {
     80: SmLimits(64, 32, 167_936), 86: SmLimits(48, 16, 102_400), 89: SmLimits(48, 24, 102_400),
     90: SmLimits(64, 32, 233_472), 100: SmLimits(64, 32, 233_472), 120: SmLimits(48, 24, 102_400),
@@ -218,7 +219,7 @@ def ctas_an_sm(arch: int, warps: int, registers: int, shared: int, tensor_column
     warps_by_registers = limits.registers // of_a_warp // 4 * 4  # each of the four schedulers has a quarter
     fits = {
         "registers": warps_by_registers // warps,
-        "shared memory": limits.shared // (-(-shared // 128) * 128 + 1024),
+        "shared memory": limits.shared // (-(-shared // 128) * 128 + RESERVED),
         "warps": limits.warps // warps,
         "programs": limits.ctas,
     }

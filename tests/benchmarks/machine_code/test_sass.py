@@ -290,7 +290,7 @@ FLIGHT = """
     ],
 )
 def test_a_register_in_flight_is_not_touched(between: str, behind: str, expected: list[str]) -> None:
-    hazards = in_flight(parse(listing(FLIGHT.format(between=between, behind=behind))))
+    hazards = list(in_flight(parse(listing(FLIGHT.format(between=between, behind=behind)))))
     assert bool(hazards) == bool(expected)
     assert all(word in hazards[0] for word in expected), hazards
 
@@ -307,6 +307,6 @@ def test_registers_in_flight_are_followed_around_a_loop() -> None:
     @P0 BRA `(.L_x_1)
     EXIT
     """
-    assert in_flight(parse(listing(loop.format(left="0x0", end="0x0")))) == []
-    hazards = in_flight(parse(listing(loop.format(left="0x0", end="0x1"))))
+    assert not list(in_flight(parse(listing(loop.format(left="0x0", end="0x0")))))
+    hazards = list(in_flight(parse(listing(loop.format(left="0x0", end="0x1")))))
     assert len(hazards) == 1 and "MOV" in hazards[0]
