@@ -21,7 +21,7 @@ from torch import Tensor
 from fastformer.kernels._launch import cdiv, contiguous, launch, next_power_of_2, num_sms, unsupported_products
 
 # The number of rows of each product; the even and the odd columns of int4 have one each.
-PRODUCTS = {"_quantized_linear_kernel": lambda a: [a["BLOCK_M"]] * (2 if a["IS_INT4"] else 1)}
+PRODUCTS = {"_quantized_linear_kernel": lambda a: [a["BLOCK_M"]] * (2 if a["BITS"] == 4 else 1)}
 _COUNTS = ["num_rows", "num_columns"]
 
 
@@ -34,23 +34,22 @@ def _expanded(ptr, columns, groups, first_group, here, BLOCK_K: tl.constexpr, BL
     return tl.reshape(tl.broadcast_to(values[:, None, :], (BLOCK_K // 32, 16, BLOCK_N)), (BLOCK_K // 2, BLOCK_N))
 
 
-@triton.jit(do_not_specialize=_COUNTS)
-def _quantized_linear_kernel(
-    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, num_rows, num_columns, depth, width, groups, x_row,
-    IS_INT4: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit
+def product_of(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, rows, columns, has_row, has_column, depth, x_row, q_row, groups,
+    BITS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes BLOCK_M rows and BLOCK_N columns of x weight^T + bias.
+    """Returns BLOCK_M rows and BLOCK_N columns of x weight^T in fp32.
 
-    width: the bytes of a row of the weight; groups: its scales. EVEN: BLOCK_K divides depth.
+    x_row, q_row: the strides of rows; groups: the scales of a row in int4. BITS: those of a number of the weight; 16
+    and 32 have no scales. EVEN: BLOCK_K divides depth.
     """
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    has_column, has_row = columns < num_columns, rows < num_rows
-    BYTES: tl.constexpr = BLOCK_K // 2 if IS_INT4 else BLOCK_K
-    ks, bytes_ = tl.arange(0, BLOCK_K), tl.arange(0, BYTES)
+    PACKED: tl.constexpr = 2 if BITS == 4 else 1
+    ks, bytes_ = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACKED)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_row + ks[None, :]
     # Columns beyond the matrix read the first one, and are not stored.
-    q_ptrs = q_ptr + tl.where(has_column, columns, 0).to(tl.int64)[None, :] * width + bytes_[:, None]
+    q_ptrs = q_ptr + tl.where(has_column, columns, 0).to(tl.int64)[None, :] * q_row + bytes_[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for first in range(0, depth, BLOCK_K):
         if EVEN:
@@ -58,8 +57,8 @@ def _quantized_linear_kernel(
             q = tl.load(q_ptrs)
         else:
             x = tl.load(x_ptrs, mask=has_row[:, None] & (ks < depth - first)[None, :], other=0.0)
-            q = tl.load(q_ptrs, mask=(bytes_ < width - (first // BLOCK_K) * BYTES)[:, None], other=0)
-        if IS_INT4:
+            q = tl.load(q_ptrs, mask=(bytes_ * PACKED < depth - first)[:, None], other=0)
+        if BITS == 4:
             first_group = first // 32
             scale = _expanded(scale_ptr, columns, groups, first_group, has_column, BLOCK_K, BLOCK_N)
             zero = 8.0
@@ -71,11 +70,27 @@ def _quantized_linear_kernel(
             acc = tl.dot(even, low.to(x.dtype), acc)
             acc = tl.dot(odd, high.to(x.dtype), acc)
         else:
-            acc = tl.dot(x, q.to(x.dtype), acc)
+            acc = tl.dot(x, q.to(x.dtype), acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K
-        q_ptrs += BYTES
-    if not IS_INT4:
+        q_ptrs += BLOCK_K // PACKED
+    if BITS == 8:
         acc *= tl.load(scale_ptr + columns, mask=has_column, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _quantized_linear_kernel(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, num_rows, num_columns, depth, x_row, q_row, groups,
+    BITS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Computes BLOCK_M rows and BLOCK_N columns of x weight^T + bias."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    has_column, has_row = columns < num_columns, rows < num_rows
+    acc = product_of(
+        x_ptr, q_ptr, scale_ptr, zero_ptr, rows, columns, has_row, has_column, depth, x_row, q_row, groups, BITS, EVEN,
+        BLOCK_M, BLOCK_N, BLOCK_K, "ieee",
+    )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=has_column, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
@@ -103,7 +118,8 @@ def quantized_linear(
     block_n = 64 if not is_int4 and num_columns >= 64 * num_sms(x.device) else 32
     launch(
         _quantized_linear_kernel, (cdiv(num_columns, block_n), cdiv(num_rows, block_m)), x, q, scale, zero, bias, out,
-        num_rows, num_columns, depth, q.shape[1], scale.shape[1] if is_int4 else 1, x.stride(0), IS_INT4=is_int4,
-        EVEN=depth % block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=4,
+        num_rows, num_columns, depth, x.stride(0), q.shape[1], scale.shape[1] if is_int4 else 1,
+        BITS=4 if is_int4 else 8, EVEN=depth % block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=4, num_stages=4,
     )  # fmt: skip
     return out

@@ -43,13 +43,14 @@ import torch.utils.deterministic  # noqa: E402
 from _pytest.faulthandler import fault_handler_stderr_fd_key  # noqa: E402
 from _pytest.logging import catching_logs  # noqa: E402
 
-from tests.quick_interpreter import fuse, quicken  # noqa: E402
+from tests.quick_interpreter import fuse, quicken, sort_at_once  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 if not HAS_GPU and importlib.util.find_spec("triton"):
     quicken()
     fuse()
+    sort_at_once()
 if not HAS_GPU:
     # For devices that are missing, torch.manual_seed keeps the seed and the stack of each call.
     absent: Any

@@ -171,7 +171,8 @@ for model, loss in zip((marian, gpt2), expected):
     assert (found.logits is not None) == is_replaced, (WHAT, type(model))
 """
 # On a GPU, a training step launches few kernels; a step of decoding divides the keys of a row among programs, whichever
-# way a model comes to its attention, and `generate` captures such steps; and plain attention of a geometry that comes
+# way a model comes to its attention, and `generate` captures such steps, whose best tokens are chosen without logits in
+# memory; and plain attention of a geometry that comes
 # often runs on the kernel that was measured to be the fastest, all other attention on fastformer's.
 ON_A_GPU = """
 import os
@@ -226,6 +227,9 @@ for name, options in dict(greedy={}, sampling=dict(do_sample=True), beams=dict(n
     found[name] = launched(lambda: fastformer.generate(gpt, ids, max_new_tokens=3, **options))
     assert captured, name
     captured.clear()
+    rows, chosen = 4 if name == "beams" else 1, [grid for grid in stand_in.grids if "topk" in grid[0]]
+    kernels = [("_linear_topk_kernel", (2, 1)), ("_merge_topk_kernel", (rows,))]  # a block has 32 ids
+    assert chosen == ([] if name == "sampling" else kernels), (name, chosen)
 found["accelerated"] = launched(lambda: model.generate(ids, max_new_tokens=2, do_sample=False))
 assert captured
 for way, launches in found.items():

@@ -28,7 +28,9 @@ _TIMING = 0.5  # the part of a case's estimate for its turns; compiling and chec
 _KERNELS = (
     "tests/kernels/test_attention_gpu.py tests/kernels/test_rows_gpu.py tests/kernels/test_decode_attention_gpu.py"
 )
-_OPS = ("add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary", "decode_attention")
+_OPS = (
+    "add_layer_norm", "feed_forward", "linear_cross_entropy", "linear_topk", "embedding", "rotary", "decode_attention"
+)  # fmt: skip
 # The files whose tests the steps run: first those that only a GPU can run, with sizes of many tiles, then those of ops.
 TESTS = {
     "attention": "tests/kernels/test_attention_gpu.py",

@@ -72,6 +72,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "linear_cross_entropy_fwd_bwd": lambda x, weight, *options: (1 + _wanted(options)) * _linear(x, weight),
     "quantized_linear": lambda x, q, *_: 2 * x.shape[0] * x.shape[1] * q.shape[0],
     "linear_topk": lambda x, weight, *_: _linear(x, weight),
+    "quantized_topk": lambda x, q, *_: 2 * x.shape[0] * x.shape[1] * q.shape[0],
 }
 
 

@@ -16,7 +16,7 @@ from fastformer.ops._autograd import refuse_derivatives
 from fastformer.ops._common import accumulation_dtype, check_linear, cpp_unsupported_dtype, resolve_softcap, soft_capped
 from fastformer.ops._dispatch import autocast
 from fastformer.ops._library import define_op
-from fastformer.ops.quantized_linear import acting_copy, quantized_linear
+from fastformer.ops.quantized_linear import QuantizedMatrix, acting_copy, quantized_linear
 
 # The rows whose logits the reference computes at a time, and the classes whose weights it widens at a time: both fit
 # in a cache.
@@ -145,7 +145,24 @@ _op = define_op(
     linear_topk_reference,
     fake=_fake,
     cpp_unsupported=cpp_unsupported_dtype,
-    reference_only={"triton": "there is no Triton kernel for it yet"},
+)
+
+
+def quantized_topk_reference(
+    x: Tensor, q: Tensor, scale: Tensor, zero: Tensor | None, k: int, log_probs: bool, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Returns (values, indices) for a quantised weight, both (rows, k)."""
+    logits = quantized_linear(x, QuantizedMatrix(q, scale, zero), is_wide=True)
+    return tuple(best_of_logits(soft_capped(logits, softcap), k, log_probs=log_probs))  # type: ignore[return-value]
+
+
+_quantized_op = define_op(
+    "quantized_topk(Tensor x, Tensor q, Tensor scale, Tensor? zero, int k, bool log_probs, float softcap) "
+    "-> (Tensor values, Tensor indices)",
+    quantized_topk_reference,
+    stem="linear_topk",
+    fake=lambda x, q, scale, zero, k, *_: _fake(x, q, k),
+    reference_only={"cpp": "on a CPU the C++ engine decodes quantised models, with products of its own"},
 )
 
 
@@ -189,17 +206,19 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True, so
     if not isinstance(log_probs, bool):
         raise ValueError(f"expected log_probs to be True or False, got {log_probs!r}")
     cap = resolve_softcap(softcap)
-    if (copy := acting_copy(x, weight)) is not None:
-        logits = soft_capped(quantized_linear(x, copy, is_wide=True), cap)
-        return best_of_logits(logits, k, log_probs=log_probs)
+    copy = acting_copy(x, weight)
     if torch.is_grad_enabled():
         # A call that differentiates the result gets an error instead of zeros.
         x, weight = x.detach(), weight.detach()
     # A decode step takes well under a millisecond: even views that change nothing would be noticeable.
     if is_usual:
         _op.settle((x, weight, k, log_probs, cap))
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if copy is not None:
+        values, indices = _quantized_op(rows, *copy, k, log_probs, cap)
+    else:
+        values, indices = _op(rows, weight, k, log_probs, cap)
     if x.dim() == 2:
-        return TopK(*_op(x, weight, k, log_probs, cap))
-    values, indices = _op(x.reshape(-1, x.shape[-1]), weight, k, log_probs, cap)
+        return TopK(values, indices)
     shape = (*x.shape[:-1], k)
     return TopK(values.view(shape), indices.view(shape))
