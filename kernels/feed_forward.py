@@ -18,7 +18,7 @@ positive; for other activations, only the pre-activation. fp32: accumulators, ac
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -51,17 +51,6 @@ PRODUCTS = {
 }
 
 
-class FfnConfig(NamedTuple):
-    """The tile of the result of a fused product, the depth of a step, and how programs run."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None  # the most registers per thread
-
-
 def fuses(x: Tensor, depth: int, rows: int, activation: str) -> bool:
     """Returns whether a product is fused with the elementwise work. depth: dim, or out_dim in backward.
 
@@ -75,17 +64,22 @@ def fuses(x: Tensor, depth: int, rows: int, activation: str) -> bool:
         is_measured = x.dtype != torch.bfloat16
     else:
         is_measured = arch == 90 and x.element_size() == 2 and depth <= 1024 and rows >= 256
-    return is_measured and depth % config_of(x, rows).block_k == 0
+    return is_measured and depth % tile_of(x, rows)["BLOCK_K"] == 0
 
 
-def config_of(x: Tensor, rows: int) -> FfnConfig:
-    """Returns the tile of the fused product."""
-    if architecture(x) == 0:
-        return FfnConfig(32, 64, 16, 4, 1)
-    if rows <= 2048:  # to have enough tiles for all SMs
-        return FfnConfig(64, 128, 64, 4, 3)
+def tile_of(x: Tensor, rows: int) -> dict[str, Any]:
+    """Returns the tile of the fused product and the depth of a step, as keyword arguments of the kernels."""
     # Two programs per SM, so that one multiplies while the other activates: 128 registers per thread.
-    return FfnConfig(128, 128, 64, 8, 3, 128)
+    block_m, block_n, block_k, num_warps, num_stages = 128, 128, 64, 8, 3
+    maxnreg: int | None = 128
+    if architecture(x) == 0:
+        block_m, block_n, block_k = 32, 64, 16
+    elif rows <= 2048:  # to have enough tiles for all SMs
+        block_m, num_warps, maxnreg = 64, 4, None
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "PRECISION": dot_precision(x),
+        "num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg,
+    }  # fmt: skip
 
 
 # Arguments whose values must not lead to another binary: Triton specialises on 1 and on multiples of 16.
@@ -311,14 +305,6 @@ def _elementwise_block(hidden_dim: int) -> tuple[int, int]:
 ELEMENTWISE_PROGRAMS = 2048
 
 
-def _tile_of(config: FfnConfig, x: Tensor) -> dict[str, object]:
-    """Returns a config as keyword arguments of the kernels with a product."""
-    return {
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "PRECISION": dot_precision(x),
-        "num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg,
-    }  # fmt: skip
-
-
 def _activated(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dropout: Dropout, needs_saved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -338,12 +324,12 @@ def _activated(
             )  # fmt: skip
         return hidden, product if needs_saved else x.new_empty(0)
     hidden = x.new_empty(num_rows, hidden_dim)
-    config = config_of(x, num_rows)
-    programs = cdiv(num_rows, config.block_m) * cdiv(hidden_dim, config.block_n)
+    tile = tile_of(x, num_rows)
+    programs = cdiv(num_rows, tile["BLOCK_M"]) * cdiv(hidden_dim, tile["BLOCK_N"])
     if hidden.numel():
         launch(
             _linear_relu_kernel, (programs,), x, weight, contiguous(bias), hidden, dropout, num_rows, hidden_dim, depth,
-            x.stride(), weight.stride(), **_tile_of(config, x),
+            x.stride(), weight.stride(), **tile,
         )  # fmt: skip
     return hidden, hidden if needs_saved else x.new_empty(0)
 
@@ -355,9 +341,9 @@ def _activated_backward(
     num_rows, depth = dout.shape
     hidden_dim, columns = weight.shape[1], saved.shape[1]
     fused = fuses(dout, depth, num_rows, activation)
-    config = config_of(dout, num_rows)
+    tile = tile_of(dout, num_rows)
     if fused:
-        row_step = config.block_m
+        row_step = tile["BLOCK_M"]
         dhidden = None
     else:
         block_m, block_n = _elementwise_block(hidden_dim)
@@ -373,8 +359,8 @@ def _activated_backward(
         hidden = dhidden if dhidden is not None and activation in GATES else dout.new_empty(num_rows, hidden_dim)
     if fused and dpre.numel():
         launch(
-            _linear_relu_backward_kernel, (parts * cdiv(hidden_dim, config.block_n),), dout, weight, saved, dpre, dbias,
-            dropout, num_rows, hidden_dim, depth, dout.stride(), weight.stride(), **_tile_of(config, dout),
+            _linear_relu_backward_kernel, (parts * cdiv(hidden_dim, tile["BLOCK_N"]),), dout, weight, saved, dpre,
+            dbias, dropout, num_rows, hidden_dim, depth, dout.stride(), weight.stride(), **tile,
         )  # fmt: skip
     elif dpre.numel():
         launch(

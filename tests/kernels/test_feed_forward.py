@@ -36,7 +36,8 @@ def on(*activations: str) -> pytest.MarkDecorator:
 def test_wide_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are as wide as on a GPU; the last part of an epilogue is incomplete."""
     monkeypatch.setattr(kernels, "fuses", lambda *_: True)
-    monkeypatch.setattr(kernels, "config_of", lambda *_: kernels.FfnConfig(32, 128, 32, 4, 1))
+    wide = kernels.tile_of(torch.zeros(40, 32), 40) | {"BLOCK_M": 32, "BLOCK_N": 128, "BLOCK_K": 32}
+    monkeypatch.setattr(kernels, "tile_of", lambda *_: wide)
     compare(make_inputs((40, 32), 203, "relu", device, out_dim=64), activation="relu", dropout_p=0.2)
 
 

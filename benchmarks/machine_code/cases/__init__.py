@@ -18,7 +18,6 @@ USUAL = {
     "feed_forward": r"bf16 d512 (relu|(relu|gelu|swiglu) cublas|relu no dropout)$"
     r"|bf16 d512 n1024 relu|fp32 d512 relu cublas",
     "linear_cross_entropy": r"bf16 v32000 (plain|smooth|bias)|fp32 v32000 smooth|bf16 v256000 softcap",
-    "quantized_linear": "",
     "rotary": r"bf16 d64 (half|interleaved|of 32 half)|fp32 d64 half",
 }
 
