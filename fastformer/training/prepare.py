@@ -25,7 +25,7 @@ from fastformer.checkpoints.lock import LOCK, RunLock
 from fastformer.data import Examples, Tokenizer, load_tokenizer
 from fastformer.data.bpe import LEARNING
 from fastformer.data.cuts import pieces as pieces_of
-from fastformer.data.files import STDIN
+from fastformer.data.files import STDIN, is_there
 from fastformer.data.filters import Filters
 from fastformer.data.pair import sides
 from fastformer.data.shards.arrow_file import arrow, lists, write_table
@@ -89,6 +89,12 @@ class _Origin:
             files += map(str, documents_in(path)[0]) if os.path.isdir(path) else [path]
         return files
 
+    def check_there(self) -> None:
+        """Raises a ValueError if a file doesn't exist."""
+        for path in map(file_of, self.paths):
+            if not (is_there(path) or os.path.isdir(path)):
+                raise ValueError(f"expected a text file, but there is no file {path}")
+
     def tell(self) -> None:
         """Logs what is in a folder and is not read."""
         if os.path.isdir(self.paths[0]) and (left_out := documents_in(self.paths[0])[1]):
@@ -127,16 +133,19 @@ def prepare(
     """
     arrow()
     kind, origins = _origins(config)
+    validation = _validation_origin(config)
     folder, work = Path(out), Path(out) / WORK
     settings = _settings(config, kind, shards or _number_of_shards(origins), bpe_characters)
     if (folder / INDEX).is_file():
         existing = Manifest.load(folder)
         shutil.rmtree(work, ignore_errors=True)
-        _check_complete(existing, folder, settings, origins, _validation_origin(config))
+        _check_complete(existing, folder, settings, origins, validation)
         logger.info("nothing is left to do: %s is complete", folder)
         return existing
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not work.is_dir())):
         raise ValueError(f"expected a new or an empty folder, but there are files in {folder}")
+    for origin in (*origins, *([validation] if validation else [])):
+        origin.check_there()
     work.mkdir(parents=True, exist_ok=True)
     lock = RunLock(work)
     lock.acquire()
@@ -422,6 +431,9 @@ def _check_complete(
 def _check_same(work: Path, settings: dict[str, Any], origins: Sequence[_Origin]) -> None:
     """Checks that settings and files are those of the interrupted call; with a pipe, removes its files to begin anew.
 
+    A call that ended before its first block left nothing to go on with, so that another one begins anew. Bad lines may
+    be skipped from here on, for no block has one.
+
     Raises:
         ValueError: settings or files differ.
     """
@@ -432,22 +444,24 @@ def _check_same(work: Path, settings: dict[str, Any], origins: Sequence[_Origin]
         for file in (origin.files() if origin.paths != (STDIN,) else [STDIN])
     }
     sources = [[origin.name, origin.weight] for origin in origins]
-    now = {"version": _WORK_VERSION, "settings": settings, "sources": sources, "files": files}
-    if state.is_file():
-        before = read_json(state)
-        if before.get("version") != _WORK_VERSION:
-            raise ValueError(f"{work.parent} was begun by another version of fastformer: give another folder")
-        for name in settings:
-            was, is_now = before["settings"].get(name), settings[name]
-            if was != is_now:
-                raise ValueError(
-                    f"{work.parent} was begun with {name} {was!r}, got {is_now!r}: give the same again, or another "
-                    "folder"
-                )
-        if before["sources"] != sources:
-            raise ValueError(f"{work.parent} was begun with other sources: give the same again, or another folder")
-        if before["files"] != files:
-            raise ValueError(f"{work.parent} was begun with files that have changed since: give another folder")
+    now: dict[str, Any] = {"version": _WORK_VERSION, "settings": settings, "sources": sources, "files": files}
+    before = read_json(state) if state.is_file() else now
+    if not any(work.glob("block-*.arrow")):
+        if before != now:
+            (work / TOKENIZER).unlink(missing_ok=True)
+        before = now
+    if before.get("version") != _WORK_VERSION:
+        raise ValueError(f"{work.parent} was begun by another version of fastformer: give another folder")
+    for name, is_now in settings.items():
+        was = before["settings"].get(name)
+        if was != is_now and (name, was) != ("skip_bad_lines", False):
+            raise ValueError(
+                f"{work.parent} was begun with {name} {was!r}, got {is_now!r}: give the same again, or another folder"
+            )
+    if before["sources"] != sources:
+        raise ValueError(f"{work.parent} was begun with other sources: give the same again, or another folder")
+    if before["files"] != files:
+        raise ValueError(f"{work.parent} was begun with files that have changed since: give another folder")
     if None in files.values():  # a pipe begins anew
         for path in [*work.glob("block-*.arrow"), *work.parent.glob("shard-*.arrow")]:
             path.unlink()

@@ -328,6 +328,25 @@ def test_the_same_command_continues_and_writes_the_same_bytes(tmp_path, monkeypa
         made(config_of(*files), tmp_path / "ended")
 
 
+def test_a_mistake_stops_no_later_call(tmp_path) -> None:
+    files = [tsv(tmp_path / f"{name}.tsv", pairs_of(name, 120)) for name in "xy"]
+    with pytest.raises(ValueError, match=r"no file .*z\.tsv"):
+        made(TrainConfig(train_tsv=f"{files[0]},{tmp_path}/z.tsv"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    Path(files[0]).write_text("no pair\n")
+    with pytest.raises(ValueError, match="skip_bad_lines"):  # before the first block
+        made(config_of(*files, max_len=9), tmp_path / "out")
+    tsv(Path(files[0]), pairs_of("x", 120))
+    with Path(files[1]).open("a") as file:
+        file.write("no pair\n")
+    with pytest.raises(ValueError, match="skip_bad_lines"):  # after some blocks
+        made(config_of(*files), tmp_path / "out")
+    assert len(list((tmp_path / "out" / ".work").glob("block-*.arrow"))) > 3
+    for out in ("out", "whole"):
+        made(config_of(*files, skip_bad_lines=True), tmp_path / out)
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+
+
 def test_text_that_changed_meanwhile_is_refused(tmp_path, monkeypatch) -> None:
     file = tsv(tmp_path / "a.tsv", pairs_of("x", 200))
 
