@@ -58,12 +58,10 @@ class RunLock:
             holder = os.read(descriptor, 200).decode(errors="replace").strip()
             os.close(descriptor)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                logger.warning(
-                    "%s can't be locked (%s): make sure that no other process trains there", self._file, error
-                )
+                logger.warning("%s can't be locked (%s): make sure that no other process uses it", self._file, error)
                 return
             raise ValueError(
-                f"{self._file.parent} is being trained by {holder or 'another process'}: wait for it or end it, or "
+                f"{self._file.parent} is in use by {holder or 'another process'}: wait for it or end it, or "
                 "take another folder"
             ) from error
         if not _HOLDER.fullmatch(os.pread(descriptor, 1000, 0)):

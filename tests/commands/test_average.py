@@ -41,7 +41,7 @@ def test_the_number_of_averaged_checkpoints(run, capsys, caplog) -> None:
     found = checkpoints(run)
     assert len(found) == 4  # what --keep_last keeps
     with RunLock(run):
-        assert main(["average", str(run)]) == 1 and "is being trained by process" in capsys.readouterr().err
+        assert main(["average", str(run)]) == 1 and "is in use by process" in capsys.readouterr().err
     assert read_notes(run)["model"] == "update 4"
     for last, paths in (("", found), ("2", found[2:]), ("4", found), ("10", found)):
         words = ["--last", last] if last else []
