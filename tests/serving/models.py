@@ -63,27 +63,29 @@ def piece_tokenizer() -> Tokenizer:
 
 @torch.inference_mode(False)  # whichever test comes first
 def generator(
-    folder: Path, *, template: str | None = TEMPLATE, num_layers: int = 2, max_len: int = MAX_LEN, own: Any = None
+    folder: Path, *, template: str | None = TEMPLATE, own: Any = None, ends: bool = True, **settings: Any
 ) -> Path:
-    """Makes a language model that generates different tokens."""
+    """Makes a language model that generates different tokens; with `ends` False its answers never end."""
     own = tokenizer(template) if own is None else own
     torch.manual_seed(3)
-    sizes = {"d_model": 32, "num_heads": 4, "num_layers": num_layers, "max_len": max_len, "tie_embeddings": False}
-    model = GPT.from_preset("tiny", vocab_size=own.vocab_size, special_ids=own.special_ids, **sizes).eval()
+    settings = {"d_model": 32, "num_heads": 4, "num_layers": 2, "max_len": MAX_LEN, "tie_embeddings": False, **settings}
+    model = GPT.from_preset("tiny", vocab_size=own.vocab_size, special_ids=own.special_ids, **settings).eval()
     for parameter in model.parameters():
         parameter.data *= 8 if parameter.dim() == 2 else 1
+    model.output_weight.data[: 0 if ends else 3] = 0.0
     model.save_pretrained(folder)
     own.save(folder)
     return folder
 
 
 @torch.inference_mode(False)  # whichever test comes first
-def translator(folder: Path) -> Path:
-    """Makes a translator of bytes."""
+def translator(folder: Path, *, ends: bool = True, **settings: Any) -> Path:
+    """Makes a translator of bytes; with `ends` False its output never ends."""
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
-    model = Transformer.from_preset("tiny", vocab_size=259, max_len=64, **sizes)
+    sizes = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "max_len": 64}
+    model = Transformer.from_preset("tiny", vocab_size=259, **(sizes | settings))
     model.embedding.weight.data *= 3  # a fresh model is nearly uniform
+    model.output_weight.data[: 0 if ends else 3] = 0.0
     model.save_pretrained(folder)
     ByteTokenizer().save(folder)
     return folder

@@ -20,29 +20,21 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
 
-from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
-from fastformer.models import Transformer
 from fastformer.serving import Limits
+from tests.serving import models
 
 pytestmark = pytest.mark.slow  # each test starts a server of its own, and some of them load it for a while
 LONG = {"text": "a long one", "split": False, "max_new_tokens": 1000}
 
 
 @pytest.fixture(scope="module")
-@torch.inference_mode(False)
 def folder(tmp_path_factory) -> Path:
     """Makes a translator that never ends by itself, at about a token per millisecond."""
     found = tmp_path_factory.mktemp("models") / "talker"
-    torch.manual_seed(0)
     sizes = {"d_model": 512, "d_ff": 2048, "num_heads": 8, "num_encoder_layers": 2, "num_decoder_layers": 4}
-    model = Transformer.from_preset("tiny", vocab_size=259, max_len=1100, **sizes)
-    model.embedding.weight.data *= 3
-    model.save_pretrained(found)
-    ByteTokenizer().save(found)
-    return found
+    return models.translator(found, max_len=1100, **sizes)
 
 
 class Process(subprocess.Popen[str]):
@@ -152,7 +144,6 @@ def test_a_second_signal_ends_at_once_and_a_drain_is_limited(folder) -> None:
 
 def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
     # More than the buffers of sockets hold: 4,000 tokens of some kilobytes each.
-    from tests.serving import models
     from tests.serving.servers import post_head, running, until
 
     pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")

@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fastformer.checkpoints import load_model
-from fastformer.data import ByteTokenizer
 from fastformer.encoding import CrossEncoder
 from fastformer.generation import Translator
-from fastformer.models import Transformer
 from fastformer.serving import Limits
 from tests.audio import speech
 from tests.audio.test_reading import wav
@@ -79,19 +75,11 @@ class Visit:
 
 
 @pytest.fixture(scope="module")
-@torch.inference_mode(False)
 def patient_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Makes a translator whose output never ends, so that it can be stopped."""
     folder = tmp_path_factory.mktemp("models") / "patient-translator"
-    torch.manual_seed(0)
-    sizes = {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 24}
-    model = Transformer.from_preset("tiny", vocab_size=259, max_len=4000, **sizes)
-    model.embedding.weight.data *= 3
-    with torch.no_grad():
-        model.output_weight[:3] = 0.0
-    model.save_pretrained(folder)
-    ByteTokenizer().save(folder)
-    return folder
+    sizes = {"d_model": 64, "d_ff": 128, "num_encoder_layers": 2, "num_decoder_layers": 24, "max_len": 4000}
+    return models.translator(folder, ends=False, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +89,10 @@ def translating(patient_folder: Path) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-@torch.inference_mode(False)
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Makes a language model whose answers never end by themselves."""
-    folder = models.generator(tmp_path_factory.mktemp("models") / "small-chat", num_layers=32, max_len=4000)
-    model, _ = load_model(folder, ("GPT",))
-    with torch.no_grad():
-        model.output_weight[:3] = 0.0
-    model.save_pretrained(folder)
+    place = tmp_path_factory.mktemp("models") / "small-chat"
+    folder = models.generator(place, num_layers=32, max_len=4000, ends=False)
     with running(folder, Limits(max_new_tokens=3500)) as server:
         yield server
 
