@@ -119,7 +119,7 @@ FORWARD: Table = {
 }
 # With few rows, tiles of 64 rows give twice as many programs.
 FORWARD_SHORT: Table = {
-    (80, 64): Row(Config(64, 64, 4, 2)),
+    (80, 64): Row(Config(64, 64, 4, 2), dropout=Config(64, 64, 8, 2)),
     (90, 64): Row(Config(64, 64, 4, 3)),
     (90, 128): Row(Config(64, 64, 8, 2)),
     (100, 64): Row(Config(64, 64, 4, 3)),
@@ -159,6 +159,8 @@ BACKWARD: Table = {
         Config(32, 16, 8, 1, split=True),
     ),
 }
+# Up to 128 keys are one block, and the kernel also sums P and delta. With dropout, 64 rows would then spill.
+BACKWARD_SHORT: Table = {(90, 64): BACKWARD[90, 64]._replace(dropout=Config(32, 128, 8, 2, split=True))}
 BACKWARD_FP32: Table = {
     (80, 32): Row(Config(16, 32, 8, 1)),
     (80, 64): Row(Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
@@ -224,16 +226,15 @@ def forward_config(call: ConfigKey) -> Config:
     """Returns the tile of `_attention_fwd_kernel`."""
     if call.is_fp32:
         return _look_up(call, FORWARD_FP32)
-    short = {
-        key: configs for key, configs in FORWARD_SHORT.items() if call.bucket == "short" and call.block_d <= key[1]
-    }
-    return _look_up(call, short, FORWARD)
+    return _look_up(call, FORWARD_SHORT if call.bucket == "short" else {}, FORWARD)
 
 
 @functools.cache
 def backward_config(call: ConfigKey) -> Config:
     """Returns the tile of `_dkdv_kernel`."""
-    return _look_up(call, BACKWARD_FP32 if call.is_fp32 else BACKWARD)
+    if call.is_fp32:
+        return _look_up(call, BACKWARD_FP32)
+    return _look_up(call, BACKWARD_SHORT if call.bucket == "short" else {}, BACKWARD)
 
 
 @functools.cache

@@ -61,9 +61,9 @@ from fastformer.kernels._launch import Launch, architecture, cdiv, contiguous, s
 
 
 def _dkdv_products(arguments: dict[str, Any]) -> list[int]:
-    """Returns the rows of the result of each product, in both loops: K Q^T, V dO^T, P^T dO, dS^T Q and dS K."""
+    """Returns the rows of the result of each product, in all loops: K Q^T, V dO^T, P^T dO, dS^T Q and dS K."""
     dq = [] if arguments["DQ"] == "none" else [arguments["BLOCK_M"]]
-    return 2 * ([arguments["BLOCK_N"]] * 4 + dq)
+    return (1 if arguments["DQ"] == "store" else 2) * ([arguments["BLOCK_N"]] * 4 + dq)
 
 
 PRODUCTS = {"_dkdv_kernel": _dkdv_products}
@@ -159,14 +159,20 @@ def _dkdv_kernel(
     if MASK == "bool_keys" or MASK == "additive_keys":
         key_mask = load_mask(mask_ptr, mask_strides, 0, columns[:, None], first_key, bounds, MASK, False, True)
     first, full_first, full_last, last = row_range(first_key, bounds, window, BLOCK_M, BLOCK_N)
+    # A single block of keys is rarely full, so the loop without masks would only take registers. (In fp32, ptxas spills
+    # without it.)
+    ONE_LOOP: tl.constexpr = DQ == "store" and q_ptr.dtype.element_ty != tl.float32
     if DQ == "store":
         # The only block of keys writes dq of every row, including those that see no key.
         first = first * 0
         last = len_q
-    TWO_ENDS: tl.constexpr = window[1] is not None or DQ == "store"
+        if ONE_LOOP:
+            full_first = first
+            full_last = first
+    TWO_ENDS: tl.constexpr = (window[1] is not None or DQ == "store") and not ONE_LOOP
     spans = spans_of(first, full_first, full_last, last, BLOCK_M, TWO_ENDS)
     EXACT: tl.constexpr = needs_exact_weights(MASK, q_ptr.dtype.element_ty)
-    for CHECK in tl.static_range(2):
+    for CHECK in tl.static_range(ONE_LOOP, 2):
         for step in range(0, spans[CHECK][3]):
             start = block_start(step, spans[CHECK], BLOCK_M, CHECK and TWO_ENDS)
             rows = start + tl.arange(0, BLOCK_M)

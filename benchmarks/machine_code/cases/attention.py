@@ -97,6 +97,9 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             for options in ((), ("causal", "dropout")):
                 title = f"bf16 d{head_dim} n{seqlen} " + "+".join(options or ("full",))
                 yield title, attention_call(bf16, head_dim, options, seqlen)
+        for options in (("packed", "dropout"), ("causal", "packed", "dropout")):  # sentences
+            title = f"bf16 d{head_dim} short {'+'.join(options)}"
+            yield title, attention_call(bf16, head_dim, options, 128)
         for options in (("causal",), ("window", "additive", "dropout", "seqlens_k", "gqa")):
             title = f"bf16 d{head_dim} deterministic " + "+".join(options)
             yield title, attention_call(bf16, head_dim, options, 4096, deterministic=True)
