@@ -23,7 +23,7 @@ IGNORE_INDEX = -100
 _ROWS = 256  # the rows whose logits `chosen_log_probs` holds at a time
 
 Norm = Literal["layer", "rms"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh", "clamped_swiglu"]
 # The options of rotary positions, and their values in models with others.
 _OF_ROTARY = {"rotary_fraction": 1.0, "rotary_scaling": None, "local_rotary_base": None, "rotary_layers": None}
 
@@ -172,8 +172,12 @@ def init_weights(module: nn.Module, std: float) -> None:
         nn.init.normal_(module.in_proj_weight, std=std)
         if module.in_proj_bias is not None:
             nn.init.zeros_(module.in_proj_bias)
+        if module.has_sinks:
+            nn.init.zeros_(module.sinks)
     elif isinstance(module, nn.Embedding | Router):
         nn.init.normal_(module.weight, std=std)
+        if isinstance(module, Router) and module.bias is not None:
+            nn.init.zeros_(module.bias)
     elif isinstance(module, nn.LayerNorm | PositionalEncoding | RelativePositionBias):
         module.reset_parameters()
 

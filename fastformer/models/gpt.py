@@ -40,7 +40,7 @@ _LLAMA: dict[str, Any] = {
 
 
 def _experts_of(config: GPTConfig) -> dict[str, Any]:
-    names = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
+    names = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_bias")
     return {"shared_hidden_dim": config.shared_expert_d_ff, **{name: getattr(config, name) for name in names}}
 
 
@@ -116,6 +116,7 @@ class GPT(NextTokenModel):
                 "qk_norm_eps": config.layer_norm_eps,
                 "softmax_scale": config.attention_scale,
                 "softcap": config.attention_softcap or 0.0,
+                "sinks": config.attention_sinks,
             },
             **layer_options(config, factory),
         )

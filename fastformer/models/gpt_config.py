@@ -18,7 +18,7 @@ _Base = Annotated[float, Range(1)]
 
 # The settings that only a model with experts has.
 _OF_EXPERTS = ("num_experts_per_tok", "norm_topk_prob", "expert_d_ff", "shared_expert_d_ff", "sparse_layers",
-               "router_aux_loss_coef")  # fmt: skip
+               "router_aux_loss_coef", "router_bias")  # fmt: skip
 
 
 @dataclass
@@ -35,7 +35,7 @@ class GPTConfig(StackConfig):
             matrices instead of two, two thirds of that, rounded up to a multiple of 64.
         norm: "layer" or "rms".
         layer_norm_eps: added to the variance.
-        activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu" or "geglu_tanh".
+        activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu", "geglu_tanh" or "clamped_swiglu" (gpt-oss).
         dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.
@@ -78,6 +78,8 @@ class GPTConfig(StackConfig):
         shared_norm: whether both parts of a layer with parallel_residual read the output of one norm (Phi, GPT-J).
         rotary_layers: for each layer, whether it rotates queries and keys (SmolLM3); None: all layers do.
         output_bias: whether the projection before the softmax has a bias (Phi).
+        attention_sinks: whether each head has one more key, without a value, whose score is learned (gpt-oss).
+        router_bias: whether routers have a bias (gpt-oss).
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -125,6 +127,8 @@ class GPTConfig(StackConfig):
     shared_norm: bool = False
     rotary_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
     output_bias: bool = False
+    attention_sinks: bool = False
+    router_bias: bool = False
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -52,7 +52,7 @@ class TransformerConfig:
         norm_first: pre-norm with a final norm on each stack (tensor2tensor today) or post-norm (the paper).
         norm: "layer" or "rms".
         layer_norm_eps: added to the variance.
-        activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu" or "geglu_tanh".
+        activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu", "geglu_tanh" or "clamped_swiglu".
         dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.

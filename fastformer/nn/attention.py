@@ -71,6 +71,8 @@ class MultiheadAttention(AttentionParameters):
         qk_norm_eps: added to their mean squares.
         softmax_scale: the factor of the scores; None: head_dim ** -0.5.
         softcap: c of c * tanh(score / c), which is applied to scaled scores before any mask; 0: no cap.
+        sinks: whether each head has one more key, without a value, whose score is learned (the parameter `sinks`,
+            (num_heads,)); see `ops.attention`.
 
     Raises:
         InputError: sizes that don't divide, an unknown qk_norm.
@@ -146,8 +148,8 @@ class MultiheadAttention(AttentionParameters):
                 layout=layout, memory_layout=memory_layout, cache=cache, rotary=rotary, position_bias=position_bias
             )
             return self.attend(plan, query, key, value, attn_mask, key_padding_mask, is_causal, **options), None
-        if cache is not None or (layout is not None and layout.is_packed):
-            raise InputError("expected need_weights=False and no mask along with a cache or a packed layout")
+        if self.has_sinks or cache is not None or (layout is not None and layout.is_packed):
+            raise InputError("expected need_weights=False and no mask along with a cache or a packed layout, or sinks")
         q, k, v, options = self._dense_call(
             plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, need_weights=True, layout=layout,
             memory_layout=memory_layout, rotary=rotary, position_bias=position_bias,
@@ -295,9 +297,7 @@ class MultiheadAttention(AttentionParameters):
             attended = attended.transpose(0, 1)
         # Unbatched queries and rows: all leading dimensions become one.
         rows = attended.flatten(-2) if query.dim() == 3 else attended.reshape(query.shape[0], self.q_dim)
-        if plan.out_proj is None:
-            return self.out_proj(rows)
-        return linear(rows, plan.out_proj["weight"], plan.out_proj["bias"])
+        return self._project_out(plan, rows)
 
     def _project_out(self, plan: AttentionPlan, x: Tensor) -> Tensor:
         if plan.out_proj is None:
@@ -524,9 +524,10 @@ class MultiheadAttention(AttentionParameters):
 
     def _scores(self) -> dict[str, Any]:
         """Returns the ops' options for the scores; empty for their defaults."""
-        if self.softmax_scale is None and not self.softcap:
+        if self.softmax_scale is None and not self.softcap and not self.has_sinks:
             return {}
-        return given(softmax_scale=self.softmax_scale, softcap=self.softcap or None)
+        sinks = self.sinks if self.has_sinks else None
+        return given(softmax_scale=self.softmax_scale, softcap=self.softcap or None, sinks=sinks)
 
     def _window(self, diagonal: int) -> WindowSize:
         """Returns the window of a causal call."""

@@ -30,6 +30,8 @@ class AttentionParameters(nn.Module):
     qk_norm: str | None = None
     softmax_scale: float | None = None
     softcap: float = 0.0
+    sinks: Tensor  # exists if has_sinks
+    has_sinks: bool = False
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class AttentionParameters(nn.Module):
         qk_norm_eps: float = 1e-5,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -75,6 +78,10 @@ class AttentionParameters(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._make_parameters(bias, bias if out_bias is None else out_bias, add_bias_kv, factory)
         self._make_norms(qk_norm, qk_norm_eps, factory)
+        if sinks:
+            self.has_sinks = True
+            self.sinks = nn.Parameter(torch.empty(num_heads, **factory))
+            nn.init.zeros_(self.sinks)
 
     def _make_parameters(self, bias: bool, out_bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
         embed_dim = self.embed_dim

@@ -105,14 +105,14 @@ def _append_step(
 ) -> Tensor:  # fmt: skip
     """Computes `append_cached` for tokens that follow earlier ones, or for one token in each row."""
     tables: dict[str, Any] = {}
-    if rotary is not None and rotary.positions is None and position_bias is None:
+    if rotary is not None and rotary.positions is None and position_bias is None and "sinks" not in scores:
         # The kernel rotates by the positions in the cache.
         tables = {"cos": rotary.cos, "sin": rotary.sin, "interleaved": rotary.interleaved}
     elif rotary is not None:
         if rotary.positions is None:
             rotary = rotary._replace(positions=cache.seqlens[:, None] + torch.arange(q.shape[1], device=q.device))
         q, k = rotary.rotate(q, k)
-    if position_bias is not None:
+    if position_bias is not None or "sinks" in scores:
         return _append_and_gather(cache, q, k, v, window_left, position_bias, scores)
     return decode_attention(
         q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window_left,
@@ -126,15 +126,18 @@ def _write(cache: AttentionCache, slots: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _append_and_gather(
-    cache: AttentionCache, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor,
+    cache: AttentionCache, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor | None,
     scores: ScoreOptions,
 ) -> Tensor:  # fmt: skip
-    # No kernel for a cache takes a bias, so the keys and values of each row are gathered.
-    rows, seqlen, until = q.shape[0], q.shape[1], position_bias.shape[-1]
+    # No kernel for a cache takes a bias or sinks, so the keys and values of each row are gathered.
+    rows, seqlen, until = q.shape[0], q.shape[1], cache.slot_table.shape[1]
+    if position_bias is not None:
+        until = position_bias.shape[-1]
+    elif q.device.type == "cpu" and rows:  # reading a number is free here
+        until = int(cache.seqlens.max()) + seqlen
     if rows != len(cache.seqlens) or until > cache.slot_table.shape[1]:
         raise InputError(
-            f"expected {len(cache.seqlens)} rows, and a position_bias of at most {cache.slot_table.shape[1]} keys, "
-            f"got {rows} and {until}"
+            f"expected {len(cache.seqlens)} rows of at most {cache.slot_table.shape[1]} keys, got {rows} of {until}"
         )
     own = cache.seqlens[:, None].long() + torch.arange(seqlen, device=q.device)
     _write(cache, cache.slot_table.gather(1, own).flatten().long(), k.flatten(0, 1), v.flatten(0, 1))
@@ -145,7 +148,8 @@ def _append_and_gather(
     seen = position <= own[..., None]
     if window_left is not None:
         seen &= position >= own[..., None] - window_left
-    return attention(q, keys, values, attn_mask=add_bias(position_bias, seen[:, None]), **scores)
+    mask = seen[:, None] if position_bias is None else add_bias(position_bias, seen[:, None])
+    return attention(q, keys, values, attn_mask=mask, **scores)
 
 
 def attention_unpacked(

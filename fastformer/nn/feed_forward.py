@@ -17,7 +17,10 @@ from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
 Activation = str | Callable[[Tensor], Tensor]
 
-GEGLU = "geglu"  # the exact GELU as a gate: no kernel computes it, so the modules are called
+# Gates that no kernel computes, so that the modules are called: the exact GELU, and gpt-oss' SwiGLU of limited numbers.
+GEGLU, CLAMPED_SWIGLU = "geglu", "clamped_swiglu"
+CALLED = (GEGLU, CLAMPED_SWIGLU)
+_LIMIT, _SIGMOID_SCALE = 7.0, 1.702
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
@@ -28,15 +31,15 @@ def resolve_activation(activation: Activation) -> Activation:
         InputError: the name is unknown.
     """
     if isinstance(activation, str):
-        if activation not in (*ACTIVATIONS, GEGLU):
-            raise InputError(f"expected an activation in {(*ACTIVATIONS, GEGLU)} or a callable, got {activation!r}")
+        if activation not in (*ACTIVATIONS, *CALLED):
+            raise InputError(f"expected an activation in {(*ACTIVATIONS, *CALLED)} or a callable, got {activation!r}")
         return _FUNCTIONS.get(activation, activation)
     return activation
 
 
 def is_gated(activation: Activation) -> bool:
     """Returns whether the first linear map makes two numbers (gate and up) for each input of the second."""
-    return isinstance(activation, str) and activation in (*GATED, GEGLU)
+    return isinstance(activation, str) and activation in (*GATED, *CALLED)
 
 
 def fused_name(activation: Activation, check: Callable[..., bool] = is_plain) -> str | None:
@@ -47,7 +50,7 @@ def fused_name(activation: Activation, check: Callable[..., bool] = is_plain) ->
         check: `is_untouched`, if the caller has already checked `is_watched`.
     """
     if isinstance(activation, str):
-        return None if activation == GEGLU else activation
+        return None if activation in CALLED else activation
     if activation is F.relu or activation is torch.relu or check(activation, nn.ReLU):
         return "relu"
     if activation is F.gelu:
@@ -105,13 +108,17 @@ def find_feed_forward_plan(module: nn.Module, *, is_lent: bool = False) -> FeedF
 
 def call_feed_forward(module: Any, x: Tensor) -> Tensor:
     """Computes what the plan of a module would compute (see `find_feed_forward_plan`) by calling each module in it."""
-    out: Tensor = module.linear2(module.dropout(_call(module.activation, module.linear1(x))))
+    out: Tensor = module.linear2(module.dropout(activate(module.activation, module.linear1(x))))
     return out
 
 
-def _call(activation: Activation, x: Tensor) -> Tensor:
+def activate(activation: Activation, x: Tensor) -> Tensor:
+    """Applies a layer's activation to the output of its first linear map."""
     if is_gated(activation):
         gate, up = x.chunk(2, dim=-1)
+        if activation == CLAMPED_SWIGLU:
+            gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+            return (up + 1) * (gate * torch.sigmoid(_SIGMOID_SCALE * gate))
         if activation == "swiglu":
             return F.silu(gate) * up
         return F.gelu(gate, approximate="none" if activation == GEGLU else "tanh") * up
@@ -130,8 +137,8 @@ class FeedForward(nn.Module):
     Args:
         dim: input and output size.
         hidden_dim: the size between the linear maps.
-        activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "swiglu" or "geglu_tanh" (Shazeer 2020); or "geglu"
-            or a callable, which aren't fused.
+        activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "swiglu" or "geglu_tanh" (Shazeer 2020); or "geglu",
+            "clamped_swiglu" or a callable, which aren't fused.
         dropout: probability after the activation while training, rounded to a multiple of 1/256.
         bias: whether both linear maps have a bias.
         device, dtype: the device and the dtype of the parameters.

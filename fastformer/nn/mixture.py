@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastformer.engine.checks import active_dropout
 from fastformer.nn.errors import InputError
-from fastformer.nn.feed_forward import Activation, FeedForward, fused_name, is_gated, resolve_activation
+from fastformer.nn.feed_forward import Activation, FeedForward, activate, fused_name, is_gated, resolve_activation
 from fastformer.nn.linear import linear
 from fastformer.ops.feed_forward import feed_forward
 
@@ -53,17 +53,22 @@ class StackedLinear(nn.Module):
 class Router(nn.Module):
     """The scores of experts: the product with a matrix that is never rounded to integers.
 
-    Parameters: `weight` (rows, dim).
+    Parameters: `weight` (rows, dim), and `bias` (rows), if there is one, which begins as 0.
     """
 
-    def __init__(self, rows: int, dim: int, **factory: Any) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, rows: int, dim: int, bias: bool = False, **factory: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, dim, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the scores (tokens, rows) of x (tokens, dim)."""
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.bias)
 
 
 class MixtureOfExperts(nn.Module):
@@ -84,10 +89,11 @@ class MixtureOfExperts(nn.Module):
         num_experts_per_tok: the number of experts that compute a token.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         shared_hidden_dim: the size between the linear maps of the shared expert; None: there is none.
-        activation, dropout, bias, device, dtype: as in `FeedForward`; the activation has to be one that an op has.
+        router_bias: whether the router has a bias.
+        activation, dropout, bias, device, dtype: as in `FeedForward`; the activation has to be one with a name.
 
     Raises:
-        InputError: more experts for a token than there are, or an activation without an op.
+        InputError: more experts for a token than there are, or an activation without a name.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class MixtureOfExperts(nn.Module):
         *,
         norm_topk_prob: bool = True,
         shared_hidden_dim: int | None = None,
+        router_bias: bool = False,
         activation: Activation = "swiglu",
         dropout: float = 0.0,
         bias: bool = False,
@@ -111,13 +118,13 @@ class MixtureOfExperts(nn.Module):
                 f"expected num_experts_per_tok from 1 to num_experts, got {num_experts_per_tok} of {num_experts}"
             )
         self.activation = resolve_activation(activation)
-        if (name := fused_name(self.activation)) is None:
-            raise InputError(f"expected an activation that an op has, got {activation!r}")
-        self._activation_name = name
+        self._activation_name = fused_name(self.activation)  # None: no op has it
+        if self._activation_name is None and not isinstance(self.activation, str):
+            raise InputError(f"expected an activation with a name, got {activation!r}")
         self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
         self.norm_topk_prob = norm_topk_prob
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.router = Router(num_experts + (shared_hidden_dim is not None), dim, **factory)
+        self.router = Router(num_experts + (shared_hidden_dim is not None), dim, router_bias, **factory)
         inner = 2 * hidden_dim if is_gated(self.activation) else hidden_dim
         self.linear1 = StackedLinear(num_experts, dim, inner, bias, **factory)
         self.dropout = nn.Dropout(dropout)
@@ -150,9 +157,8 @@ class MixtureOfExperts(nn.Module):
         order = experts.flatten().argsort(stable=True)  # pairs of a token and an expert, expert by expert
         counts = torch.bincount(experts.flatten(), minlength=self.num_experts).tolist()
         parts = rows.index_select(0, order // self.num_experts_per_tok).split(counts)
-        dropout_p = active_dropout(self.dropout)
         outputs = [
-            feed_forward(part, *first, *second, activation=self._activation_name, dropout_p=dropout_p)
+            self._run_expert(part, first, second)
             for part, first, second in zip(parts, self.linear1.each(), self.linear2.each(), strict=True)
             if len(part)
         ]
@@ -160,6 +166,14 @@ class MixtureOfExperts(nn.Module):
             return torch.zeros_like(rows)
         of_pairs = torch.cat(outputs).index_select(0, order.argsort()).view(*experts.shape, -1)
         return (of_pairs * weights[..., None].to(of_pairs.dtype)).sum(1)
+
+    def _run_expert(
+        self, rows: Tensor, first: tuple[Tensor, Tensor | None], second: tuple[Tensor, Tensor | None]
+    ) -> Tensor:
+        if self._activation_name is None:
+            return linear(self.dropout(activate(self.activation, linear(rows, *first))), *second)
+        dropout_p = active_dropout(self.dropout)
+        return feed_forward(rows, *first, *second, activation=self._activation_name, dropout_p=dropout_p)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from fastformer.ops._common import (
 from fastformer.ops._dispatch import autocast, forced_backend
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import define_op
+from fastformer.ops.attention_sinks import with_sinks
 
 
 def _scores(
@@ -167,6 +168,7 @@ class ScoreOptions(TypedDict, total=False):
     dropout_p: float
     dropout_seed: Tensor | None
     softcap: float
+    sinks: Tensor | None
 
 
 class MaskedOptions(ScoreOptions, total=False):
@@ -202,6 +204,7 @@ def attention(
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes the attention of every query to its visible keys.
 
@@ -227,19 +230,21 @@ def attention(
         dropout_seed: int64 (2,); drawn from the default generator when None.
         return_lse: also return lse. It carries no gradient.
         softcap: c of c * tanh(score / c), which is applied to the scaled scores before the mask; 0 = no cap.
+        sinks: (num_heads,), for each head the score of one more key, which has no value; None = none. With them,
+            gradients are of the first order, and a mask has none.
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim) in q's dtype (the autocast dtype under autocast). With return_lse also
         lse, (batch, num_heads, seqlen_q) fp32 (fp64 for fp64): the natural log of the sum of exponentials of the
-        masked scores, -inf for a query without visible keys.
+        masked scores, those of sinks too; -inf for a query without visible keys, and without sinks.
 
     Raises:
-        ValueError: shapes or dtypes don't agree, a mask doesn't broadcast, dropout_p is outside [0, 1], or softcap is
-            below 0.
+        ValueError: shapes or dtypes don't agree, a mask doesn't broadcast, or requires a gradient along with sinks,
+            dropout_p is outside [0, 1], or softcap is below 0.
     """
     # With the usual options nothing has to be resolved but the window and the scale.
     is_usual = softmax_scale is None and (attn_mask is None or (type(attn_mask) is Tensor and attn_mask.dim() == 4))
-    is_usual = is_usual and not torch.compiler.is_compiling()
+    is_usual = is_usual and sinks is None and not torch.compiler.is_compiling()
     if is_usual and type(q) is Tensor and q.dim() == 4 and q.shape[3] > 0:
         left, right = resolve_window(is_causal, window_size)
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
@@ -261,5 +266,16 @@ def attention(
     args = (q, k, v, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right, dropout_p, dropout_seed, cap)
     if is_usual:
         _fwd.settle(args)
-    out, lse = _fwd(*args)
+    out, lse = _fwd(*args) if sinks is None else _with_sinks(sinks, *args)
     return (out, lse) if return_lse else out
+
+
+def _with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    attn_mask, *others, cap = options
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError("expected a mask without a gradient along with sinks, got one that requires it")
+    return with_sinks(
+        *(q, k, v, sinks),
+        lambda q, k, v: _fwd(q, k, v, *options),
+        lambda *tensors: _bwd(*tensors, attn_mask, *others, False, cap),
+    )

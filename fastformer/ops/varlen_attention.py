@@ -30,6 +30,7 @@ from fastformer.ops._dispatch import autocast, is_readable
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import define_op
 from fastformer.ops.attention import ScoreOptions, cpp_unsupported
+from fastformer.ops.attention_sinks import with_sinks
 
 
 class _Packing:
@@ -244,6 +245,7 @@ def varlen_attention(
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention within each of the sequences that are concatenated in q, k and v.
 
@@ -258,7 +260,7 @@ def varlen_attention(
         cu_seqlens_k: (batch + 1,) int32.
         max_seqlen_q: the length of the longest sequence of q, or more.
         max_seqlen_k: the length of the longest sequence of k, or more.
-        is_causal, window_size, softmax_scale, dropout_p, dropout_seed, return_lse, softcap: as in `attention`.
+        is_causal, window_size, softmax_scale, dropout_p, dropout_seed, return_lse, softcap, sinks: as in `attention`.
 
     Returns:
         (total_q, num_heads, head_dim) in q's dtype; with return_lse also lse, (num_heads, total_q).
@@ -276,7 +278,7 @@ def varlen_attention(
 
     # With the usual options nothing has to be resolved but the scale.
     is_bare = window_size == (None, None) and softmax_scale is None and isinstance(is_causal, bool)
-    is_bare = is_bare and not torch.compiler.is_compiling()
+    is_bare = is_bare and sinks is None and not torch.compiler.is_compiling()
     if is_bare and type(q) is Tensor and q.dim() == 3 and q.shape[2] > 0:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
         scale, right = q.shape[2] ** -0.5, 0 if is_causal else None
@@ -309,7 +311,15 @@ def varlen_attention(
     args = (q, k, v, *sequences, scale, left, right, dropout_p, dropout_seed, cap)
     if is_bare:
         _fwd.settle(args)
-    out, lse = _fwd(*args)
+    if sinks is None:
+        out, lse = _fwd(*args)
+    else:
+        options = args[3:]
+        out, lse = with_sinks(
+            *(q, k, v, sinks),
+            lambda q, k, v: _fwd(q, k, v, *options),
+            lambda *tensors: _bwd(*tensors, *options),
+        )
     return (out, lse) if return_lse else out
 
 
