@@ -64,6 +64,9 @@ ModelOptions options_of(PyObject* d) {
   const auto integer = [&](const char* name) { return reader.required<int64_t>(name); };
   const auto number = [&](const char* name) { return reader.required<float>(name); };
   const auto text = [&](const char* name) { return reader.required<std::string>(name); };
+  const auto activation = [](const std::string& name) {
+    return name == "clamped_swiglu" ? Activation::clamped_swiglu : activation_named(name);
+  };
   ModelOptions o{.precision = precision_named(text("precision")),
                  .d_model = integer("d_model"),
                  .num_heads = integer("num_heads"),
@@ -73,7 +76,7 @@ ModelOptions options_of(PyObject* d) {
                  .eps = number("eps"),
                  .attention_scale = number("attention_scale"),
                  .max_len = integer("max_len"),
-                 .activation = activation_named(text("activation"))};
+                 .activation = activation(text("activation"))};
   reader.optional("num_encoder_layers", o.num_encoder_layers);
   reader.optional("num_decoder_layers", o.num_decoder_layers);
   reader.optional("rms_norm", o.rms_norm);

@@ -1,4 +1,4 @@
-// The kinds of activations.
+// The kinds of activations. The ops have all but clamped_swiglu.
 
 #pragma once
 
@@ -8,11 +8,12 @@
 
 namespace fastformer {
 
-enum class Activation { relu, gelu, gelu_tanh, silu, swiglu, geglu, geglu_tanh };
+enum class Activation { relu, gelu, gelu_tanh, silu, swiglu, geglu, geglu_tanh, clamped_swiglu };
 
 // Whether an activation has a second input, which the activation of the first one multiplies.
 inline bool is_gated(Activation a) {
-  return a == Activation::swiglu || a == Activation::geglu || a == Activation::geglu_tanh;
+  return a == Activation::swiglu || a == Activation::geglu || a == Activation::geglu_tanh ||
+         a == Activation::clamped_swiglu;
 }
 
 // Whether a GELU is the tanh approximation, and not the one with erf.

@@ -260,10 +260,15 @@ void score_keys(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_
     for (int64_t j = 0; j < keys; ++j) prefetch(next_k + tokens(j) * k_stride, dim);
 }
 
-// Turns scores (followed by kScoreRoom) into the unnormalised softmax weights 2^(scale2 * (score - maximum)). Returns
-// 1 / sum, or 0 if nothing is visible. NaN stays NaN.
+// The score of a sink that isn't there: a softmax has no share for it.
 template <typename acc>
-acc weigh(acc scale2, int64_t keys, acc* scores) {
+constexpr acc kNoSink = -std::numeric_limits<acc>::infinity();
+
+// Turns scores (followed by kScoreRoom) into the unnormalised softmax weights 2^(scale2 * (score - maximum)). Returns
+// 1 / sum, or 0 if nothing is visible. NaN stays NaN. sink2: the score, times log2(e), of a key without a value, whose
+// weight counts in the sum (an attention sink).
+template <typename acc>
+acc weigh(acc scale2, int64_t keys, acc* scores, acc sink2 = kNoSink<acc>) {
   using V = Vec<acc>;
   constexpr acc kNothing = -std::numeric_limits<acc>::infinity();
   // Pads the last vector with scores of weight 0, so that no loop below has a remainder.
@@ -282,12 +287,15 @@ acc weigh(acc scale2, int64_t keys, acc* scores) {
     total = total + e;
   }
   const acc sum = total.sum();
-  return sum == 0 ? acc(0) : acc(1) / sum;
+  if (sum == 0) return acc(0);
+  return acc(1) / (sink2 == kNothing ? sum : sum + std::exp2(sink2 - largest));
 }
 
 struct NoBias {
   template <typename acc>
-  void operator()(int64_t, acc*) const {}
+  acc operator()(int64_t, acc*) const {
+    return kNoSink<acc>;
+  }
 };
 
 // Implements attend_heads. `dim` is a number, or a std::integral_constant for which loops are unrolled.
@@ -303,15 +311,14 @@ void attend_heads_of(Heads<const T> q, Heads<const T> k, Heads<const T> v, int64
     const bool has_next = h % group == 0 && h + group < heads;
     score_keys<kPairs>(q.at(h), k.at(kv_head), k.stride, v.at(kv_head), v.stride,
                        has_next ? k.at(kv_head + 1) : nullptr, tokens, keys, dim, scores);
-    bias(h, scores);
-    const acc factor = weigh(scale2, keys, scores);
+    const acc factor = weigh(scale2, keys, scores, bias(h, scores));
     weighted_sum<T>(scores, v.at(kv_head), v.stride, tokens, keys, dim, factor, out.at(h));
   }
 }
 
 // Attends from the queries of one row to the first `keys` of `tokens` in a cache, where `group` query heads share a
 // head of k and v. Without keys the result is zero. bias(head, scores), with heads counted from q's first, changes the
-// products before they are scaled.
+// products before they are scaled, and returns the score of the head's sink (see weigh).
 //
 // T: the dtype of the cache and the queries; Q: the dtype of the result.
 template <typename T, typename Q, typename Tokens, typename Bias = NoBias>

@@ -4,12 +4,14 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 #include "common/cpu_features.h"
 #include "common/gemm.h"
+#include "common/rows.h"
 #include "engine/tiles.h"
 
 namespace fastformer {
@@ -43,9 +45,9 @@ float weigh_row(const float* x, int64_t width, float lowered, float scale2, cons
 
 // Computes rows of results from rows of queries, q_stride apart. Row i sees the keys [first(i), end(i)), both of which
 // increase with i; a row that sees nothing gives zeros. scale2: the scale of the scores times log2(e). bias(i, key,
-// count, scores) changes the products of row i with `count` visible keys, from `key` on, before the scale. `head` has
-// the keys and values: its products cover, for at most kQueryRows rows, the keys of `seen` from a multiple of kSlice
-// on.
+// count, scores) changes the products of row i with `count` visible keys, from `key` on, before the scale, and returns
+// the score of a sink (see weigh). `head` has the keys and values: its products cover, for at most kQueryRows rows, the
+// keys of `seen` from a multiple of kSlice on.
 constexpr int64_t kQueryRows = 64;
 struct Seen {
   int64_t from, count, width;  // width: count, and more to fill vectors
@@ -71,13 +73,14 @@ void attend_by(Head& head, const float* q, int64_t q_stride, int64_t rows, float
       float* x = scores + i * seen.width;
       const int64_t left = std::clamp<int64_t>(first(begin + i) - from, 0, count);
       const int64_t right = std::clamp<int64_t>(end(begin + i) - from, left, count);
-      bias(begin + i, from + left, right - left, x + left);
+      const float sink2 = bias(begin + i, from + left, right - left, x + left);
       std::fill(x, x + left, kNothing);
       std::fill(x + right, x + seen.width, kNothing);
       V most(kNothing);
       for (int64_t c = 0; c < seen.width; c += V::size) most = max(most, V::load(x + c));
       const float largest = most.max();
-      const float sum = head.weigh(i, x, largest == kNothing ? 0.f : largest, scale2, seen);
+      float sum = head.weigh(i, x, largest == kNothing ? 0.f : largest, scale2, seen);
+      if (sum != 0 && sink2 != kNoSink<float>) sum += std::exp2(sink2 - largest * scale2);
       inverse[i] = sum == 0 ? 0.f : 1.f / sum;  // NaN stays NaN
     }
     const float* const sums = head.multiply_values(m, seen);

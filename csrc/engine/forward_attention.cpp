@@ -49,36 +49,43 @@ Head& this_threads() {
 // Stores `count` keys, `stride` apart, and their values, to_value behind them.
 template <typename Head>
 void store_rows(Head& packed, int64_t count, int64_t dim, const float* keys, int64_t stride, int64_t to_value,
-                bool is_capped) {
+                bool depends_on_size) {
   packed.reserve(count, dim);
   if constexpr (std::is_same_v<Head, Int8Head>)
-    if (!is_capped) packed.centre(keys, stride, count);
+    if (!depends_on_size) packed.centre(keys, stride, count);
   for (int64_t i = 0; i < count; ++i) packed.store(i, keys + i * stride, keys + i * stride + to_value);
 }
 
-// Changes the products of a query with its keys before the softmax.
+// Changes the products of a query with its keys before the softmax, and returns the score of the head's sink.
 struct Scores {
   const PositionBias* bias;
+  const std::vector<float>& sinks;
   float factor, cap, scale2;  // scale2: the remaining scale of the scores, times log2(e)
 
-  Scores(const ModelOptions& o, const PositionBias& position_bias)
-      : bias(position_bias ? &position_bias : nullptr),
+  Scores(const ModelOptions& o, const PackedStack& stack, int64_t layer)
+      : bias(stack.position_bias ? &stack.position_bias : nullptr),
+        sinks(stack.layers[layer].sinks),
         factor(o.attention_scale / o.attention_softcap),
         cap(o.attention_softcap),
         scale2(kLog2e * (cap > 0 ? 1 : o.attention_scale)) {}
+  float sink2(int64_t head) const { return sinks.empty() ? kNoSink<float> : kLog2e * sinks[head]; }
+  // Whether the softmax changes if all of a query's products grow by the same number.
+  bool depends_on_size() const { return cap > 0 || !sinks.empty(); }
   // Changes the products of a head's query with `count` keys from `key` on.
-  void operator()(int64_t head, int64_t query, int64_t key, int64_t count, float* scores) const {
+  float operator()(int64_t head, int64_t query, int64_t key, int64_t count, float* scores) const {
     if (bias) bias->add_to(head, query, key, count, scores);
     if (cap > 0) cap_row(scores, count, factor, cap);
+    return sink2(head);
   }
   // Does the same for keys with gaps between them, given the original indices of the keys and of the query.
-  void operator()(int64_t head, int64_t query, const int32_t* places, int64_t count, float* scores) const {
+  float operator()(int64_t head, int64_t query, const int32_t* places, int64_t count, float* scores) const {
     for (int64_t i = 0, next; bias && i < count; i = next) {
       next = i + 1;
       while (next < count && places[next] == places[next - 1] + 1) ++next;
       bias->add_to(head, query, places[i], next - i, scores + i);
     }
     if (cap > 0) cap_row(scores, count, factor, cap);
+    return sink2(head);
   }
 };
 
@@ -123,7 +130,7 @@ void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t
                            int64_t count, float* context, float scale2, Change change) {
   const int64_t dim = model_.options.head_dim, group = model_.options.num_heads / model_.options.num_kv_heads;
   const int64_t first = begin * group, heads = (end - begin) * group;
-  const auto change_head = [=](int64_t h, float* scores) { change(first + h, scores); };
+  const auto change_head = [=](int64_t h, float* scores) { return change(first + h, scores); };
   if constexpr (kIsInt8<T>) {
     constexpr int kParts = std::is_same_v<T, Int8<float>> ? 2 : 1;
     char* const keys = cache_->keys(layer, begin);
@@ -176,7 +183,7 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
     }
     return;
   }
-  const Scores change(o, model_.decoder.position_bias);
+  const Scores change(o, model_.decoder, layer);
   // With several tokens, one head after another, whose keys and values then stay in the cache.
   for (int64_t head = begin, next; head < end; head = next) {
     next = span.end - span.begin > 1 ? head + 1 : end;
@@ -186,7 +193,7 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
       const int64_t count = position + 1 - first;
       attend_token<T>(layer, qkv_.data() + t * ld, head, next, span.row->slots.data() + first, count,
                       context_.data() + t * o.q_dim(), change.scale2,
-                      [=](int64_t h, float* scores) { change(h, position, first, count, scores); });
+                      [&](int64_t h, float* scores) { return change(h, position, first, count, scores); });
     }
   }
 }
@@ -196,7 +203,7 @@ template <typename T, typename Head>
 void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
   const ModelOptions& o = model_.options;
   const int64_t window = model_.decoder.layers[layer].window;
-  const Scores change(o, model_.decoder.position_bias);
+  const Scores change(o, model_.decoder, layer);
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
   constexpr bool in_bytes = std::is_same_v<Head, Int8Head>, has_scales = kIsInt8<T> && !in_bytes;
   const auto keys = keys_of<T>(layer, kv_head), values = values_of<T>(layer, kv_head);
@@ -232,7 +239,7 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
         [=](int64_t i) { return place(i) + 1; },
         [=](int64_t i, int64_t key, int64_t count, float* x) {
           for (int64_t c = 0; key_scales && c < count; ++c) x[c] *= key_scales[key + c];
-          change(h, place(i), key, count, x);
+          return change(h, place(i), key, count, x);
         },
         context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim(), false, value_scales);
 }
@@ -242,7 +249,7 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
   const ModelOptions& o = model_.options;
   const PackedLayer& weights = model_.encoder.layers[layer];
   const int64_t window = weights.window, last = o.causal_encoder ? 0 : window;  // how far a token sees; -1: to the end
-  const Scores change(o, model_.encoder.position_bias);
+  const Scores change(o, model_.encoder, layer);
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
   const int64_t length = span.end - span.begin, num_keys = length - span.unseen;
   const int32_t *places = span.places, *keys = places ? places + span.unseen : nullptr;
@@ -250,14 +257,14 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
   for (int64_t t = 0; t < length; ++t)
     place_queries(weights, span.begin + t, places ? places[t] : t, kv_head, kv_head + 1);
   const float* first_key = qkv_.data() + (span.begin + span.unseen) * ld + o.q_dim() + kv_head * dim;
-  store_rows(packed, num_keys, dim, first_key, ld, o.kv_dim(), change.cap > 0);
+  store_rows(packed, num_keys, dim, first_key, ld, o.kv_dim(), change.depends_on_size());
   packed.pack(num_keys);
   const auto attend_rows = [&](int64_t row, int64_t rows, auto first, auto end, auto change_row) {
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
       packed.attend(
           qkv_.data() + (span.begin + row) * ld + h * dim, ld, rows, change.scale2,
           [=](int64_t i) { return first(row + i); }, [=](int64_t i) { return end(row + i); },
-          [=](int64_t i, int64_t key, int64_t count, float* x) { change_row(h, row + i, key, count, x); },
+          [&](int64_t i, int64_t key, int64_t count, float* x) { return change_row(h, row + i, key, count, x); },
           context_.data() + (span.begin + row) * o.q_dim() + h * dim, o.q_dim());
   };
   // attend() expects rows in the order of their keys, and unseen tokens may have places behind those of the others.
@@ -269,10 +276,11 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
     return attend([=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
                   [=](int64_t i) { return last < 0 ? length : std::min(length, i + last + 1); }, change);
   const auto keys_before = [=](int64_t place) { return std::lower_bound(keys, keys + num_keys, place) - keys; };
-  attend(
-      [=](int64_t i) { return window < 0 ? 0 : keys_before(places[i] - window); },
-      [=](int64_t i) { return last < 0 ? num_keys : keys_before(places[i] + last + 1); },
-      [=](int64_t h, int64_t i, int64_t key, int64_t count, float* x) { change(h, places[i], keys + key, count, x); });
+  attend([=](int64_t i) { return window < 0 ? 0 : keys_before(places[i] - window); },
+         [=](int64_t i) { return last < 0 ? num_keys : keys_before(places[i] + last + 1); },
+         [&](int64_t h, int64_t i, int64_t key, int64_t count, float* x) {
+           return change(h, places[i], keys + key, count, x);
+         });
 }
 
 template <typename T>
@@ -325,6 +333,7 @@ void Forward::attend_packed_source(int64_t layer, const Span& span, int64_t kv_h
             if (probe->pairs[i] == std::pair(layer, h))
               std::copy_n(scores, tokens,
                           probe->scores + (static_cast<int64_t>(i) * probe->rows + span.begin + row) * tokens);
+          return kNoSink<float>;
         },
         context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim(), true);
 }

@@ -283,8 +283,8 @@ inline void sum_values(float* weights, int64_t stride, int64_t heads, Int8Rows v
 }  // namespace int8_attention
 
 // Attends from the queries of one token to the keys and values of `slots`, for kv_heads heads that begin head_stride
-// bytes after each other, with `group` query heads each. bias(head, scores), with heads counted from q's first, changes
-// the products before they are scaled. kParts: 1 rounds queries to 16 bits, 2 to those of fp32.
+// bytes after each other, with `group` query heads each. bias: see attend_heads. kParts: 1 rounds queries to 16 bits, 2
+// to those of fp32.
 template <int kParts, typename Bias>
 void attend_int8(const float* q, char* keys, char* values, int64_t head_stride, int64_t kv_heads, int64_t group,
                  const int32_t* slots, int64_t count, int64_t dim, float scale2, float* out, Bias bias) {
@@ -309,8 +309,8 @@ void attend_int8(const float* q, char* keys, char* values, int64_t head_stride, 
     static const bool dots = has_dot();
     dots ? run_dim.template operator()<true>() : run_dim.template operator()<false>();
     for (int64_t h = 0; h < group; ++h) {
-      bias(head * group + h, scores + h * stride);
-      factors[h] = weigh(scale2, count, scores + h * stride);
+      const float sink2 = bias(head * group + h, scores + h * stride);
+      factors[h] = weigh(scale2, count, scores + h * stride, sink2);
     }
     sum_values(scores, stride, group, of_values, next, slots, count, dim, factors.data(), out + head * group * dim);
   }

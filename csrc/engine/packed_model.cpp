@@ -142,7 +142,7 @@ Mixture pack_mixture(const ModelOptions& o, const Names& names) {
   const int64_t count = rows - std::ssize(mixture.shared);
   if (o.experts_per_token < 1 || o.experts_per_token > count)
     throw std::invalid_argument("expected experts_per_token from 1 to the number of experts");
-  mixture.router = names.weight("router.weight", "", 0, rows, rows, o.d_model, Precision::fp32);
+  mixture.router = names.weight("router.weight", "router.bias", 0, rows, rows, o.d_model, Precision::fp32);
   mixture.experts = pack_experts(o, names, count);
   return mixture;
 }
@@ -170,6 +170,7 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     if (std::ssize(layer.k_norm[0].weight) != (all ? o.kv_dim() : o.head_dim))
       throw std::invalid_argument("the tensors q_norm.weight and k_norm.weight have unexpected shapes");
   }
+  if (own.find("sinks")) layer.sinks = own.vector("sinks", o.num_heads, 0);
   if (has_cross) {
     layer.cross_q = cross.weight("in_proj_weight", "in_proj_bias", 0, q_dim, rows, dim, o.precision);
     layer.cross_kv = cross.weight("in_proj_weight", "in_proj_bias", q_dim, rows, rows, dim, o.precision);

@@ -113,6 +113,7 @@ struct PackedLayer {
   Norm norm1, norm2, norm3;          // before the sub-layers, or after the residual additions
   Norm post_norm1, post_norm2;       // on the outputs of attention and of the feed-forward network
   std::vector<Norm> q_norm, k_norm;  // one or none: over each head, or over all heads together
+  std::vector<float> sinks;          // for each head, the score of a key without a value; empty: none
   int64_t window;
   bool rotates = true;  // queries and keys, if the model has rotary positions
 

@@ -130,7 +130,10 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
                                group, tokens.from(seen.begin), count, p.head_dim, scale2,
                                {out_rows.at(b, i, kv_head * group), out_rows.head_stride}, bias);
           };
-          const auto capped = [=](int64_t, acc* scores) { cap_row(scores, count, factor, cap); };
+          const auto capped = [=](int64_t, acc* scores) {
+            cap_row(scores, count, factor, cap);
+            return kNoSink<acc>;
+          };
           if (p.softcap > 0) attend(acc(1.4426950408889634), capped);
           else attend(p.scale2<acc>(), NoBias());
         }

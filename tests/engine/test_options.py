@@ -52,12 +52,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "embeddings scaled": {"embedding_scale": 6.0},
     "wide heads": {"head_dim": 64, "num_kv_heads": 1},
     "many heads": {"num_heads": 14, "num_kv_heads": 2, "head_dim": 128},
+    "sinks": {"attention_sinks": True},
+    "gates with limits": {"activation": "clamped_swiglu"},
 }
 NOT_TOGETHER = [
     {"in parallel", "norms behind"}, {"in parallel", "norms on both sides"}, {"learned positions", "two rotations"},
     {"learned positions", "a part rotated"}, {"learned positions", "yarn"},
     {"learned positions", "some layers rotated"}, {"one norm for both", "norms behind"},
     {"one norm for both", "norms on both sides"}, {"one norm for both", "in parallel"},
+    {"in parallel", "gates with limits"},
 ]  # fmt: skip
 FEW = [
     ("biases", "norms over heads", "norms behind"),
@@ -67,6 +70,7 @@ FEW = [
     ("one norm for both", "some layers rotated", "a bias on the logits"),
     ("learned positions", "norms over heads", "capped scores", "windows of layers"),
     ("many heads", "capped scores", "windows of layers"),
+    ("sinks", "long windows", "gates with limits", "biases"),
 ]
 PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in NOT_TOGETHER]
 # Of the error, as a share of how far the logits lie apart; fp32 besides twice that of the plain model in fp32.
@@ -83,6 +87,10 @@ class ModelCase:
         if options["positions"] == "learned":
             options.pop("rotary_base", None)
         model = drawn(GPT, **options)
+        if options["activation"] == "clamped_swiglu":  # numbers beyond its limits
+            for name, parameter in model.named_parameters():
+                if name.endswith("linear1.weight"):
+                    parameter.data.mul_(4)
         self.config = model.config
         self.weights = {name: p.detach().double() for name, p in model.named_parameters()}
         self.options = pack_options(model, "fp32")

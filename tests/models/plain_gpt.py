@@ -80,7 +80,12 @@ class _PlainGpt:
             scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
         distance = torch.arange(n)[:, None] - torch.arange(n)[None]
         hidden = (distance < 0) | (distance > (c.window_size if has_window else n))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if c.attention_sinks:  # a last key, whose value is left out
+            sinks = self.w[f"{name}.sinks"].view(-1, 1, 1).expand(-1, n, 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
         return self.linear(torch.einsum("hij,jhd->ihd", weights, v).flatten(1), f"{name}.out_proj")
 
     def feed(self, x: Tensor, name: str) -> Tensor:
@@ -110,7 +115,11 @@ class _PlainGpt:
 
     def network(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         y = F.linear(x, *self.of_expert(f"{name}.linear1", expert))
-        if self.c.activation in ("swiglu", "geglu_tanh"):
+        if self.c.activation == "clamped_swiglu":
+            gate, up = y.chunk(2, -1)
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            y = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+        elif self.c.activation in ("swiglu", "geglu_tanh"):
             gate, up = y.chunk(2, -1)
             y = (F.silu(gate) if self.c.activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
         else:
