@@ -260,9 +260,10 @@ class AsyncGenerator(Session[Request]):
             return False
 
     def special_marks(self, marks: Collection[str]) -> dict[str, int]:
-        """Returns the ids of those texts that are special tokens, which texts omit."""
+        """Returns the ids of the special tokens, which texts omit, that marks are or consist of."""
         added = getattr(self.tokenizer, "added_tokens", {}) if marks else {}
-        special = {mark: self.tokenizer.encode_template(mark) for mark in marks if added.get(mark)}
+        tokens = [token for token, is_special in added.items() if is_special and any(token in mark for mark in marks)]
+        special = {token: self.tokenizer.encode_template(token) for token in tokens}
         return {mark: ids[0] for mark, ids in special.items() if len(ids) == 1}
 
     def check_constraint(self, options: Mapping[str, Any]) -> Grammar | None:

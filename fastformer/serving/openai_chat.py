@@ -45,7 +45,7 @@ from fastformer.serving.openai_bodies import (
     error_fields,
 )
 from fastformer.serving.structured import Constrained, check_constraint
-from fastformer.serving.tool_formats import reasoning_of
+from fastformer.serving.tool_formats import Reasoning, reasoning_of
 from fastformer.serving.tools import (
     AnswerParser,
     AnswerStyle,
@@ -147,7 +147,7 @@ def _styled(
     ids: ChatIds,
     body: ChatBody,
     tools: RequestTools | None,
-    reasoning: tuple[str, str] | None,
+    reasoning: Reasoning | None,
     service: GenerateService,
     *,
     is_constrained: bool,
@@ -158,11 +158,12 @@ def _styled(
     if reasoning is not None and body.add_generation_prompt is not False:
         shown = {i: mark for mark, i in session.special_marks(reasoning).items()}
         tail = behind_ends(ids, session.ends)[-_TAIL:]
-        is_open = Marked(session.tokenizer, shown).decode(tail).rstrip().endswith(reasoning[0])
+        is_open = Marked(session.tokenizer, shown).decode(tail).rstrip().endswith(reasoning.begin)
     style = AnswerStyle(None, (), reasoning, is_open, is_parallel=body.parallel_tool_calls is not False)
     begin = ""
     if is_constrained:  # reasoning would break the constraint
-        begin = f"{reasoning[1]}\n\n" if reasoning is not None and is_open else ""
+        if reasoning is not None:
+            begin = f"{reasoning.end}\n\n" if is_open else reasoning.direct
         style = style._replace(reasoning=None, is_open=False)
     if tools is not None:
         style = style._replace(format=tools.format, names=frozenset(tools.schemas))

@@ -119,7 +119,29 @@ _UNKNOWN = (
     "<|channel|>",
 )
 PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it in front of a call
-REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+
+
+class Reasoning(NamedTuple):
+    """The marks of a model's reasoning.
+
+    Attributes:
+        begin, end: the marks around it.
+        direct: the mark in front of an answer without reasoning; "": there is none.
+    """
+
+    begin: str
+    end: str
+    direct: str = ""
+
+
+_FINAL = "<|channel|>final<|message|>"
+REASONING = (
+    Reasoning("<think>", "</think>"),
+    Reasoning("[THINK]", "[/THINK]"),
+    Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
+    # gpt-oss: messages to other channels than the final one may follow the analysis, and belong to it.
+    Reasoning("<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{_FINAL}", _FINAL),
+)
 
 
 def format_of(template: str) -> ToolFormat:
@@ -135,9 +157,9 @@ def format_of(template: str) -> ToolFormat:
     return next(one for one in FORMATS.values() if all(sign in template for sign in one.signs))
 
 
-def reasoning_of(template: str) -> tuple[str, str] | None:
-    """Returns the marks around the reasoning of a chat template's model, or None."""
-    return next((marks for marks in REASONING if marks[1] in template), None)
+def reasoning_of(template: str) -> Reasoning | None:
+    """Returns the marks of the reasoning of a chat template's model, or None."""
+    return next((marks for marks in REASONING if (marks.direct or marks.end) in template), None)
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from fastformer.generation.constraints import Constraint, Triggers
 from fastformer.serving.generate_service import GenerateService
 from fastformer.serving.openai_bodies import ApiError, ChatBody
 from fastformer.serving.structured import Constrained, ConstraintTooLarge, compiled
-from fastformer.serving.tool_formats import PYTHON_TAG, ToolFormat, format_of
+from fastformer.serving.tool_formats import PYTHON_TAG, Reasoning, ToolFormat, format_of
 
 _ARGUMENTS = ("arguments", "parameters")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -147,7 +147,7 @@ class AnswerStyle(NamedTuple):
     Attributes:
         format: the format of calls; None: there are no tools.
         names: the names of the tools.
-        reasoning: the marks around reasoning; None: there is none.
+        reasoning: the marks of reasoning; None: there is none.
         is_open: whether the prompt ends with the first of these marks.
         is_forced: whether the answer is only calls, of which the prompt has the prefix.
         prefix: what the prompt ends with, if the answer continues a call.
@@ -156,7 +156,7 @@ class AnswerStyle(NamedTuple):
 
     format: ToolFormat | None = None
     names: Collection[str] = ()
-    reasoning: tuple[str, str] | None = None
+    reasoning: Reasoning | None = None
     is_open: bool = False
     is_forced: bool = False
     prefix: str = ""
@@ -174,7 +174,8 @@ class AnswerStyle(NamedTuple):
         constraint = Constraint("grammar", constrained.options["grammar"])
         shown = {i: mark for mark, i in service.session.special_marks(self.marks).items()}
         texts = self.format.begins(self.names)
-        return Triggers(constraint, texts, shown, not self.format.begin, self.reasoning, self.is_open)
+        around = None if self.reasoning is None else self.reasoning[:2]
+        return Triggers(constraint, texts, shown, not self.format.begin, around, self.is_open)
 
     def new_id(self) -> str:
         """Returns the id of a new call."""
@@ -235,12 +236,14 @@ class AnswerParser:
             if not text:
                 return False
         if style.reasoning is not None:
-            mark = style.reasoning[0]
+            mark, _, direct = style.reasoning
             if text.startswith(mark):
                 self._text, self._state = text[len(mark) :], "reasoning"
                 return True
-            if mark.startswith(text) and not is_end:
+            if (mark.startswith(text) or direct.startswith(text)) and not is_end:
                 return False
+            if direct:
+                self._text = text = text.removeprefix(direct)
         if style.format is not None and not style.format.begin:
             behind = text.removeprefix(PYTHON_TAG).lstrip()
             if behind.startswith("{"):
@@ -253,7 +256,7 @@ class AnswerParser:
 
     def _reason(self, parts: list[Part], is_end: bool) -> bool:
         assert self._style.reasoning is not None
-        mark = self._style.reasoning[1]
+        mark = self._style.reasoning.end
         text = self._text if self._has_reasoned else self._text.lstrip("\n")
         before, found, behind = text.partition(mark)
         if found:

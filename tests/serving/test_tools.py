@@ -16,7 +16,7 @@ from fastformer.checkpoints import load_model
 from fastformer.data import Tokenizer
 from fastformer.data.huggingface import LibraryBackend
 from fastformer.serving import open_service
-from fastformer.serving.tool_formats import FORMATS, format_of, reasoning_of
+from fastformer.serving.tool_formats import FORMATS, Reasoning, format_of, reasoning_of
 from fastformer.serving.tools import AnswerParser, AnswerStyle, Part, calls_of
 from fastformer.special_ids import SpecialIds
 from tests.covering import each
@@ -413,6 +413,37 @@ async def test_reasoning_is_apart_from_the_answer(is_open, tmp_path) -> None:
         assert choice["message"]["content"] == "7" and "reasoning_content" not in choice["message"]
 
 
+CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+
+
+@pytest.mark.parametrize(("said", "reasoning", "content"), [
+    ("<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant<|channel|>final<|message|>42.", "Hm.", "42."),
+    ("<|channel|>final<|message|>42.", None, "42."),
+    ("<|channel|>analysis<|message|>Hm.", "Hm.", ""),
+    ("42.", None, "42."),
+])  # fmt: skip
+async def test_the_channels_of_gpt_oss_are_apart(said, reasoning, content, tmp_path) -> None:
+    text = f"{HEAD}{TURN}{TAIL}{{# <|channel|>final<|message|> #}}"
+    folder = models.generator(tmp_path / "tiny", own=models.tokenizer(text, CHANNELS))
+    service: Any = open_service(folder)
+    says(service, said)
+    async with serving(service) as http:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200}
+        [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+        assert choice["message"].get("reasoning_content") == reasoning and choice["message"]["content"] == content
+        streamed = events((await http.post("/v1/chat/completions", json={**body, "stream": True})).text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in streamed if chunk != "[DONE]"]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
+        assert "".join(delta.get("content", "") for delta in deltas) == content
+    plain: Any = open_service(folder)
+    async with serving(plain) as http:  # a constraint holds for the last channel
+        body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [7]}}}}
+        [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+        assert choice["message"]["content"] == "7" and "reasoning_content" not in choice["message"]
+        body["tools"] = TOOLS  # whose channel has no parser
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
+
+
 ARGUMENTS = [
     "{}", "{ }", '{"": 1}', '{"": ""}', '{"a": ""}', '{"\\"": "}"}', '{"a": "\\\\"}', '{"a\\\\": "\\\\\\"}{"}',
     '{"a": [1, {"b": "]"}], "c": "{"}', '{ "a" : [ ] , "b" : { } }', '{"name": "x", "arguments": {"name": 1}}',
@@ -501,7 +532,7 @@ PIECES = {
 
 @each("text", PIECES.values())
 def test_an_answer_in_pieces_is_the_answer_as_a_whole(text, family) -> None:
-    style = AnswerStyle(FORMATS[family], [*SCHEMAS], ("<think>", "</think>"))
+    style = AnswerStyle(FORMATS[family], [*SCHEMAS], Reasoning("<think>", "</think>"))
 
     def parsed(pieces: list[str]) -> tuple[list[Part], str]:
         parser, parts = AnswerParser(style), list[Part]()
@@ -522,5 +553,5 @@ def test_an_answer_in_pieces_is_the_answer_as_a_whole(text, family) -> None:
 
 
 def test_reasoning_marks_come_from_the_template() -> None:
-    assert reasoning_of("{% if x %}</think>{% endif %}") == ("<think>", "</think>")
-    assert reasoning_of("[THINK]{{ m }}[/THINK]") == ("[THINK]", "[/THINK]") and reasoning_of("think") is None
+    assert reasoning_of("{% if x %}</think>{% endif %}") == ("<think>", "</think>", "")
+    assert reasoning_of("[THINK]{{ m }}[/THINK]") == ("[THINK]", "[/THINK]", "") and reasoning_of("think") is None
