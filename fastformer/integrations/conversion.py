@@ -64,8 +64,9 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Olmo3ForCausalLM, CwmForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or
             Gemma3ForCausalLM; GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM, OlmoeForCausalLM,
-            Qwen2MoeForCausalLM, Qwen3MoeForCausalLM or GraniteMoeForCausalLM; SmolLM3ForCausalLM, GraniteForCausalLM,
-            GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM, StableLmForCausalLM or Exaone4ForCausalLM; or
+            Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, GraniteMoeForCausalLM or GptOssForCausalLM; SmolLM3ForCausalLM,
+            GraniteForCausalLM, GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM, StableLmForCausalLM or
+            Exaone4ForCausalLM; or
             an encoder, with the head that classifies texts or without one: BertModel and BertForSequenceClassification,
             and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT,
             NomicBert, Gte and EuroBert.

@@ -42,6 +42,8 @@ _TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|
 _SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32, "rope_theta": 500.0}  # fmt: skip
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+         "original_max_position_embeddings": 16, "rope_theta": 500.0}  # fmt: skip
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 32,
              "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 3.0, 4.0]}  # fmt: skip
 
@@ -146,6 +148,8 @@ CASES: dict[str, Case] = {
     "qwen3moe": ("Qwen3Moe", {**_GROUPED, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16,
                               "norm_topk_prob": True, "use_sliding_window": False}, _bpe, "qwen2", "q8_0"),
     "olmoe": ("Olmoe", {**_GROUPED, **_EXPERTS, "num_experts": 4}, _bpe, "olmo", "f16"),
+    "gptoss": ("GptOss", {**_GROUPED, **_EXPERTS, "num_local_experts": 4, "head_dim": 16, "sliding_window": 4,
+                          "rope_parameters": _YARN, "experts_implementation": "eager"}, _bpe, "gpt-4o", "mxfp4"),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64}, _bpe, "gpt-2", "q8_0"),
     "roberta": ("Roberta", {**_SIZES, "type_vocab_size": 1}, _roberta, "roberta-bpe", "q8_0"),
     "bert": ("Bert", _SIZES, _words, "bert-bge", "f16"),
@@ -192,8 +196,11 @@ def write(name: str, case: Case) -> dict[str, Any]:
         config = config_class(vocab_size=size, **{**ids, **settings})
         ends = {"Bert": "Model", "Roberta": "Model", "GPT2": "LMHeadModel"}
         model = getattr(transformers, f"{kind}{ends.get(kind, 'ForCausalLM')}")(config).eval()
-        _rounded(model, out)
+        _rounded(model, "f16" if out == "mxfp4" else out)
         model.save_pretrained(path)
+        if out == "mxfp4":
+            to_mxfp4(path, model)
+            out = "f16"  # of the other matrices
         sys.argv = ["convert", str(path), "--outfile", str(FOLDER / f"{name}.gguf"), "--outtype", out]
         _convert(pre)
         texts = odd_texts(20)
@@ -204,6 +211,26 @@ def write(name: str, case: Case) -> dict[str, Any]:
             "texts": {text: tokenizer(text)["input_ids"] for text in texts},
             "numbers": [round(number, 6) for number in numbers.tolist()],
         }
+
+
+def to_mxfp4(folder: Path, model: Any) -> None:
+    """Draws experts in MXFP4, writes them to the folder of a gpt-oss as it is published, and gives the model theirs."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    file, draw = folder / "model.safetensors", torch.Generator().manual_seed(8)
+    tensors, own = load_file(file), model.state_dict()
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = tensors.pop(name).shape
+        shape = (experts, outer, inner // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=draw)
+        scales = torch.randint(119, 126, shape, dtype=torch.uint8, generator=draw)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        own[name].copy_(convert_moe_packed_tensors(blocks, scales))
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_nomic() -> dict[str, Any]:
@@ -272,7 +299,8 @@ def write_blocks() -> dict[str, str]:
     import gguf
     import numpy as np
 
-    names = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
+    names = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+             "MXFP4"]  # fmt: skip
     result = {}
     for kind in map(gguf.GGMLQuantizationType.__getitem__, names):
         data = np.frombuffer(block_bytes(int(kind), gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)[None]

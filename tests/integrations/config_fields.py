@@ -76,6 +76,7 @@ BASES: dict[str, dict[str, Any]] = {
     "granitemoe": {**_GROUPED, "num_local_experts": 4, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
                    "logits_scaling": 4.0},
     "olmoe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 3},
+    "gpt_oss": {**_GROUPED, "head_dim": 16, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 3},
     "qwen2_moe": {**_QWEN_MOE, "shared_expert_intermediate_size": 28},
     "qwen3_moe": {**_QWEN_MOE, "head_dim": 6},
     "smollm3": {**_GROUPED, "no_rope_layers": [1, 0, 1]},

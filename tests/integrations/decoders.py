@@ -229,6 +229,13 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "factors": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
                     "logits_scaling": 4.0, "num_local_experts": 4, "attention_bias": True, **_GROUPED},
     },
+    "gpt_oss": {
+        "yarn": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 5,
+                 "router_aux_loss_coef": 0.5, **_GROUPED},
+        "few biases": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": False, "head_dim": 4,
+                       "layer_types": _TYPES[::-1], "sliding_window": 4, "num_key_value_heads": 3,
+                       "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "tie_word_embeddings": True},
+    },
     "olmoe": {"three of five": {"num_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True, **_GROUPED}},
     "qwen2_moe": {
         "shared, one layer dense": {"num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [1],
@@ -265,14 +272,14 @@ def drawn(kind: str, seed: int) -> Case:
     if kind in ("gpt2", "gpt_neox"):
         del options["num_key_value_heads"]
     if kind in ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "mixtral",
-                "qwen3_moe"):  # fmt: skip
+                "qwen3_moe", "gpt_oss"):  # fmt: skip
         own = free or flip()
         options["head_dim"] = head_dim if own and kind not in ("phi3",) else hidden // heads
     dim = options.get("head_dim", hidden // heads)
     if kind == "gpt2":
         options |= {"n_inner": options.pop("intermediate_size"), **_DROPOUT}
         options["activation_function"] = rng.choice(("gelu_new", "gelu", "relu", "silu"))
-    biased = ("llama", "qwen3", "olmo2", "olmo3", "gpt_neox", "gemma", "gemma2", "gemma3_text", "granite")
+    biased = ("llama", "qwen3", "olmo2", "olmo3", "gpt_neox", "gemma", "gemma2", "gemma3_text", "granite", "gpt_oss")
     if kind in biased:
         options["attention_bias"] = flip()
     if kind in ("llama", "smollm3", "granite"):
@@ -281,7 +288,7 @@ def drawn(kind: str, seed: int) -> Case:
     types = [rng.choice(_TYPES) for _ in range(depth)]
     if kind in ("mistral", "phi3", "starcoder2", "mixtral"):
         options["sliding_window"] = window if flip() else None
-    elif kind in ("ministral", "exaone4", "olmo3", "gemma2", "gemma3_text"):
+    elif kind in ("ministral", "exaone4", "olmo3", "gemma2", "gemma3_text", "gpt_oss"):
         options |= {"sliding_window": window, "layer_types": types}
     elif kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
         options |= {"use_sliding_window": flip(), "sliding_window": window, "max_window_layers": rng.randint(0, depth)}
@@ -307,11 +314,11 @@ def drawn(kind: str, seed: int) -> Case:
         options["attn_logit_softcapping"] = rng.choice((None, 1.5))
     if kind in ("gpt_neox", "stablelm"):
         options["use_parallel_residual"] = flip()
-    if kind in ("mixtral", "granitemoe", "olmoe", "qwen2_moe", "qwen3_moe"):
+    if kind in ("mixtral", "granitemoe", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"):
         experts = rng.randint(2, 9)  # of one alone, a router learns nothing
-        total = "num_local_experts" if kind == "granitemoe" else "num_experts"
+        total = "num_local_experts" if kind in ("granitemoe", "gpt_oss") else "num_experts"
         options |= {total: experts, "num_experts_per_tok": rng.randint(2, experts)}
-        if kind not in ("mixtral", "granitemoe"):
+        if kind not in ("mixtral", "granitemoe", "gpt_oss"):
             options["norm_topk_prob"] = flip()
         if kind.startswith("qwen"):
             options |= {"decoder_sparse_step": rng.randint(1, min(2, depth)), "mlp_only_layers": [0][: depth - 1]}

@@ -188,7 +188,7 @@ _DECODER = {
     "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
     "intermediate_size": 40, "max_position_embeddings": 48, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1,
 }  # fmt: skip
-_WINDOWED = ("mistral", "ministral", "olmo3", "phi3", "gemma2", "gemma3_text", "starcoder2")
+_WINDOWED = ("mistral", "ministral", "olmo3", "phi3", "gemma2", "gemma3_text", "starcoder2", "gpt_oss")
 
 
 def decoder_of(kind: str, end: str = "Model", **options: Any) -> Any:
@@ -196,7 +196,7 @@ def decoder_of(kind: str, end: str = "Model", **options: Any) -> Any:
     options |= {"head_dim": 8, "query_pre_attn_scalar": 8} if kind.startswith(("gemma", "ministral")) else {}
     options |= GRANITE4 if kind == "granitemoehybrid" else {}
     options |= {"partial_rotary_factor": 0.5} if kind == "stablelm" else {}  # a quarter would be one dimension
-    options["attn_implementation"] = "eager" if kind == "gemma2" else "sdpa"
+    options["attn_implementation"] = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"
     config = getattr(transformers, FAMILIES[kind].config_class)(**_DECODER | options)
     config._experts_implementation = "eager"  # the others have no products in fp64
     name = FAMILIES[kind].headless.removesuffix("Model") + end

@@ -59,12 +59,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
         WHISPER,
         lambda: {"input_features": torch.randn(3, 8, 40)} | tokens("decoder_input_ids", 5),
     ),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        TEXT | {"num_key_value_heads": 1, "num_local_experts": 4, "experts_implementation": "eager", "head_dim": 8},
-        tokens,
-    ),
     "qwen3_5": (
         "Qwen3_5ForCausalLM",
         "Qwen3_5TextConfig",
@@ -110,7 +104,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
     "mamba": ("MambaForCausalLM", "MambaConfig", {name: TEXT[name] for name in ("hidden_size", "vocab_size")}, tokens),
 }
 # What `report` says of families that fastformer refuses with a reason.
-REASONS = {"gpt_oss": "attention sinks", "qwen3_5": "linear attention", "deberta": "DeBERTa"}
+REASONS = {"qwen3_5": "linear attention", "deberta": "DeBERTa"}
 SLOW = ("blenderbot", "falcon", "mamba")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fastformer.models.quantization import Groups
 
 _ROWS_AT_ONCE = 1 << 20  # numbers that are computed at a time, so that the parts of a computation stay small
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the positive numbers of MXFP4
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -37,6 +38,7 @@ class Kind(IntEnum):
     Q6_K = 14
     IQ4_NL = 20
     BF16 = 30
+    MXFP4 = 39
 
 
 class Block(NamedTuple):
@@ -107,6 +109,11 @@ def _iq4_nl(x: Tensor) -> Tensor:
     return _half(x[:, :2]) * torch.tensor(_IQ4, dtype=torch.float32)[_nibbles(x[:, 2:]).long()]
 
 
+def _mxfp4(x: Tensor) -> Tensor:
+    twice = torch.tensor([*_E2M1, *(-number for number in _E2M1)], dtype=torch.float32)[_nibbles(x[:, 1:]).long()]
+    return torch.ldexp(twice, x[:, :1].int() - 128)
+
+
 def _scaled(q: Tensor, scale: Tensor, least: Tensor | None = None) -> Tensor:
     """Returns numbers (count, 256) times their scales (count, n), less the least numbers (count, n)."""
     numbers = q.float().view(*scale.shape, -1) * scale[..., None]
@@ -163,6 +170,7 @@ BLOCKS: dict[Kind, Block] = {
     Kind.Q5_K: Block(256, 176, _q5_k),
     Kind.Q6_K: Block(256, 210, _q6_k),
     Kind.IQ4_NL: Block(32, 18, _iq4_nl),
+    Kind.MXFP4: Block(32, 17, _mxfp4),
 }
 
 

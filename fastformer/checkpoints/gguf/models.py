@@ -40,6 +40,7 @@ _GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _LLAMA = {**_ATTENTION, **_GATED, **_NORMS}
 _POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_OSS = {"attn_norm": "input_layernorm", "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
 _GEMMA2 = {**_LLAMA, **_POST, "ffn_norm": "pre_feedforward_layernorm"}
 # The tensors of all experts of a layer, each with the name of the matrix of one of them.
 _QWEN_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
@@ -100,6 +101,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", {**_ROUTED, **_SHARED}, experts=_QWEN_EXPERTS, is_written=False),
     "qwen3moe": Architecture("qwen3_moe", {**_ROUTED, **_QK_NORMS}, experts=_QWEN_EXPERTS, is_written=False),
     "olmoe": Architecture("olmoe", {**_ROUTED, **_QK_NORMS}, experts=_QWEN_EXPERTS, is_written=False),
+    "gpt-oss": Architecture(
+        "gpt_oss", {**_ATTENTION, **_POST, **_OSS},
+        experts=_QWEN_EXPERTS, is_written=False,
+    ),
     "phi2": Architecture("phi", _PHI2, {**_GLOBAL, "output_norm": "model.final_layernorm"}, is_written=False),
     "stablelm": Architecture("stablelm", _LLAMA, is_written=False),
     "qwen3": Architecture("qwen3", {**_LLAMA, **_QK_NORMS}),
@@ -353,10 +358,11 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
 def _expert_settings(file: GGUF, values: _Values) -> dict[str, Any]:
     """Returns the settings about experts."""
     name, kind = values.name, values.architecture.kind
-    settings: dict[str, Any] = {
-        "num_local_experts" if kind in ("mixtral", "granitemoe") else "num_experts": values.number("expert_count"),
-        "num_experts_per_tok": values.number("expert_used_count"),
-    }
+    total = "num_experts" if kind in ("olmoe", "qwen2_moe", "qwen3_moe") else "num_local_experts"
+    counts = {total: "expert_count", "num_experts_per_tok": "expert_used_count"}
+    settings: dict[str, Any] = {setting: values.number(key) for setting, key in counts.items()}
+    if name == "gpt-oss":
+        settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if name in ("qwen2moe", "qwen3moe"):
         settings["moe_intermediate_size"] = _size_of(file, "blk.0.ffn_gate_exps.weight", 1)
         settings["norm_topk_prob"] = name == "qwen3moe"
@@ -454,6 +460,7 @@ def _rope(file: GGUF, values: _Values, settings: Mapping[str, Any]) -> dict[str,
         scaling["attention_factor"] = attention * (1 + 0.1 * math.log(max(factor, 1.0)))
         yarn = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
         scaling |= values.settings({name: f"rope.scaling.{key}" for name, key in yarn.items()})
+        scaling |= {"truncate": False} if values.name == "gpt-oss" else {}  # as it was trained, unlike llama.cpp
     return {**rope, "rope_scaling": scaling}
 
 
@@ -472,7 +479,7 @@ def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str,
         layer, stem, kind = _parts(name)
         prefix = "" if layer is None else f"{architecture.prefix}{layer}."
         tensor: Any = _tensor(file, name)
-        if (matrix := architecture.experts.get(stem)) is not None and tensor.dim() == 3:
+        if (matrix := architecture.experts.get(stem)) is not None and tensor.dim() == (2 if kind == "bias" else 3):
             for expert in range(len(tensor)):
                 state[f"{prefix}{architecture.mixture}.experts.{expert}.{matrix}.{kind}"] = tensor[expert]
             continue
@@ -493,7 +500,8 @@ def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str,
             if architecture.is_turned and layer is not None and own.dim() == 2:
                 own = own.t()
             place = (architecture.places if layer is None else architecture.layer).get(part)
-            state[name if place is None else f"{prefix}{place}.{kind}"] = own
+            end = "" if part == "attn_sinks" else f".{kind}"
+            state[name if place is None else f"{prefix}{place}{end}"] = own
     return state
 
 

@@ -101,7 +101,7 @@ _CAUSAL = {
     "olmo2": "Olmo2", "olmo3": "Olmo3", "phi3": "Phi3", "gemma": "Gemma", "gemma2": "Gemma2", "gpt_neox": "GPTNeoX",
     "starcoder2": "Starcoder2", "mixtral": "Mixtral", "granitemoe": "GraniteMoe", "olmoe": "Olmoe",
     "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite",
-    "granitemoehybrid": "GraniteMoeHybrid", "phi": "Phi", "stablelm": "StableLm", "cwm": "Cwm",
+    "granitemoehybrid": "GraniteMoeHybrid", "phi": "Phi", "stablelm": "StableLm", "cwm": "Cwm", "gpt_oss": "GptOss",
 }  # fmt: skip
 _ENCODERS = ("roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert", "eurobert")
 _FAMILIES = {
@@ -147,7 +147,6 @@ def encoding_family(kind: str | None) -> Family | None:
 UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "nllb-moe": "NLLB-MoE sends each token to some of many experts",
-    "gpt_oss": "gpt-oss has attention sinks, and experts with a clamped activation",
     **dict.fromkeys(("deberta", "deberta-v2"), "DeBERTa attends to positions apart from words"),
     "roformer": "RoFormer rotates neighbouring features",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "DeepSeek compresses keys and values"),

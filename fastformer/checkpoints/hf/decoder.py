@@ -27,7 +27,7 @@ from fastformer.models import GPT, BERTConfig, GPTConfig
 from fastformer.models.pretrained import check_depth, config_from_dict
 from fastformer.special_ids import SpecialIds
 
-_FEW_EXPERTS = 1000
+_FEW_EXPERTS = 10_000
 EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.weight", "output.weight", "output_bias"
 BOTH = ("weight", "bias")  # the kinds of a module's tensors
 
@@ -57,7 +57,8 @@ class Form(NamedTuple):
         is_tied: the value of tie_word_embeddings if the settings don't contain it.
         convert: (fastformer's name, a tensor of the family, config) -> fastformer's tensor.
         revert: the inverse of `convert`.
-        open: (state, settings) -> the state whose tensors have the names of the family.
+        open: (state, settings) -> the state whose tensors have the names of `names`.
+        close: its inverse for a state that is written.
         unread: the ends of the names of tensors that old files contain and no model reads.
         heads: the names of the output's matrix, with that of newer versions of transformers first.
     """
@@ -71,6 +72,7 @@ class Form(NamedTuple):
     convert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     revert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     open: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
+    close: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
     unread: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("lm_head.weight",)
 
@@ -159,7 +161,7 @@ class Form(NamedTuple):
         weights[self.heads[0]] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
         if config.output_bias:
             weights[self._bias] = state[OUTPUT_BIAS]
-        return settings, weights
+        return settings, self.close(weights)
 
     @property
     def _bias(self) -> str:

@@ -85,6 +85,8 @@ FIELDS: dict[str, frozenset[str]] = {
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size "
         "mamba_conv_bias mamba_proj_bias time_step_limit",
         "olmoe": f"{_LLAMA} {_EXPERTS} attention_bias clip_qkv num_experts norm_topk_prob",
+        "gpt_oss": f"{_LLAMA} {_EXPERTS} attention_bias head_dim sliding_window layer_types num_local_experts "
+        "swiglu_alpha swiglu_limit",
         "qwen2_moe": f"{_QWEN_MOE} shared_expert_intermediate_size qkv_bias",
         "qwen3_moe": f"{_QWEN_MOE} num_local_experts attention_bias head_dim",
         "bert": _BERT,

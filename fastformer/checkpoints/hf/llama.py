@@ -71,7 +71,7 @@ class Variant(NamedTuple):
         grows: whether some kinds of scaling give a model more positions than its settings say.
         eps: the setting that is the norms' eps.
         activations: the family's names of activations, each with fastformer's; the first is the default.
-        activation_settings: the settings that may name the activation; the first that is present counts.
+        activation_settings: the settings that may name the activation; the first that is present counts. (): none.
         dropouts: the settings that contain `GPTConfig.dropout`.
         embedding, norm: the family's names of the embedding and of the last norm.
         prefix, heads: see `Form`.
@@ -80,7 +80,7 @@ class Variant(NamedTuple):
         more_settings: a config -> the settings that `more` reads.
         free: the options that `more` may return.
         rename: (names, config) -> the names of the tensors (see `Form`), changed.
-        convert, revert, open: see `Form`.
+        convert, revert, open, close: see `Form`.
     """
 
     kind: str
@@ -116,6 +116,7 @@ class Variant(NamedTuple):
     revert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     rename: Callable[[Names, GPTConfig], Names] = lambda names, config: names
     open: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
+    close: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
 
     @property
     def form(self) -> Form:
@@ -130,6 +131,7 @@ class Variant(NamedTuple):
             convert=self.convert,
             revert=self.revert,
             open=self.open,
+            close=self.close,
             heads=self.heads,
             unread=(".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
         )
@@ -265,7 +267,7 @@ class Variant(NamedTuple):
             "intermediate_size": config.d_ff,
             **({"head_dim": config.size_of_head} if self.own_heads else {}),
             self.eps: config.layer_norm_eps,
-            self.activation_settings[0]: names[config.activation],
+            **dict.fromkeys(self.activation_settings[:1], names[config.activation]),
             "attention_dropout": config.attention_dropout,
             **dict.fromkeys(self.dropouts, config.dropout),
             **write_lengths(config, grows=self.grows),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import flag_of, number_of
-from fastformer.checkpoints.hf.decoder import MisfitError
+from fastformer.checkpoints.hf.decoder import MisfitError, kinds_of
 from fastformer.checkpoints.hf.llama import FULL, MODULES, QK_NORMS, SLIDING, Variant, everywhere, uses_window
 from fastformer.checkpoints.hf.llama_kin import folded, granite_options, granite_settings
 from fastformer.models import GPTConfig
@@ -47,6 +47,7 @@ class Experts(NamedTuple):
         shared: the names of the shared expert and of its gate, and the setting that is its inner size; (): there is
             none.
         may_be_dense: whether settings may leave some layers without experts.
+        unread: settings about experts that repeat others.
     """
 
     place: str = "mlp"
@@ -58,13 +59,15 @@ class Experts(NamedTuple):
     d_ff: str | None = None
     shared: tuple[str, ...] = ()
     may_be_dense: bool = False
+    unread: tuple[str, ...] = ()
 
     def options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the options of `GPTConfig` about experts; none if no layer has any."""
         named = (self.d_ff, *self.shared[2:], *(("norm_topk_prob",) if self.norm_topk_prob is None else ()))
         dense = ("decoder_sparse_step", "mlp_only_layers") if self.may_be_dense else ()
+        known = {*_READ, *named, *dense, *self.unread}
         for name, value in settings.items():
-            if value not in (None, False) and name not in (*_READ, *named, *dense) and _ABOUT_EXPERTS.search(name):
+            if value not in (None, False) and name not in known and _ABOUT_EXPERTS.search(name):
                 raise ValueError(f"expected no {name}, which this family's routers don't have, got {value!r:.60}")
         counts = {name: settings[name] for name in _TOTALS if settings.get(name) is not None}
         if len({*map(repr, counts.values())}) > 1:
@@ -128,12 +131,13 @@ class Experts(NamedTuple):
         gate, up, down = self.parts
         for layer in (layer for layer, is_sparse in enumerate(config.sparse) if is_sparse):
             own, place = f"decoder.layers.{layer}", f"layers.{layer}.{self.place}"
-            for name in ("linear1", "linear2"):
-                del names[f"{own}.{name}.weight"]
             experts = [f"{place}.experts.{expert}" for expert in range(config.num_experts or 0)]
-            pairs = tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up))
-            names[f"{own}.mixture.linear1.weight"] = pairs
-            names[f"{own}.mixture.linear2.weight"] = tuple(f"{expert}.{down}.weight" for expert in experts)
+            for kind in kinds_of(config.bias):
+                for name in ("linear1", "linear2"):
+                    del names[f"{own}.{name}.{kind}"]
+                pairs = tuple(f"{expert}.{part}.{kind}" for expert in experts for part in (gate, up))
+                names[f"{own}.mixture.linear1.{kind}"] = pairs
+                names[f"{own}.mixture.linear2.{kind}"] = tuple(f"{expert}.{down}.{kind}" for expert in experts)
             router: tuple[str, ...] = (f"{place}.{self.router}.weight",)
             if self.shared:
                 shared, shared_gate, _ = self.shared
@@ -227,6 +231,109 @@ def _granite_moe() -> Variant:
     )
 
 
+# gpt-oss' numbers in its SwiGLU: those of `clamped_swiglu`.
+_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+
+def _gpt_oss() -> Variant:
+    """Returns gpt-oss: attention with sinks, and experts whose rows of gates and of the maps beside them alternate."""
+    experts = Experts(
+        router="router",
+        total="num_local_experts",
+        usual_count=128,
+        norm_topk_prob=True,
+        unread=("experts_per_token",),
+    )
+
+    def options(settings: Mapping[str, Any]) -> dict[str, Any]:
+        for name, usual in _SWIGLU.items():
+            if (value := settings.get(name, usual)) != usual:
+                raise ValueError(f"expected a {name} of {usual}, got {value!r:.60}")
+        return experts.options(settings)
+
+    return Variant(
+        "gpt_oss",
+        "gpt-oss",
+        usual={
+            "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "attention_bias": True,
+        },
+        fixed={"norm": "rms", "norm_bias": False, "attention_sinks": True, "router_bias": True},
+        biases=("attention_bias", "attention_bias", True),
+        layer_types=lambda settings, depth: [FULL if layer % 2 else SLIDING for layer in range(depth)],
+        base=150_000.0,
+        rope={
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        grows=False,
+        activations={"silu": "clamped_swiglu"},
+        activation_settings=(),
+        more=options,
+        more_settings=lambda config: {**_SWIGLU, **experts.settings(config)},
+        free=_FREE,
+        rename=lambda names, config: _with_sinks(experts.names(names, config), config),
+        open=_opened_gpt_oss,
+        close=_closed_gpt_oss,
+    )  # fmt: skip
+
+
+def _with_sinks(names: dict[str, tuple[str, ...]], config: GPTConfig) -> dict[str, tuple[str, ...]]:
+    for layer in range(config.num_layers):
+        own, place = f"decoder.layers.{layer}", f"layers.{layer}"
+        names[f"{own}.self_attn.sinks"] = (f"{place}.self_attn.sinks",)
+        names[f"{own}.mixture.router.bias"] = (f"{place}.mlp.router.bias",)
+    return names
+
+
+def _opened_gpt_oss(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns a state with a tensor for each expert, of one that has (experts, [inputs,] outputs) of all.
+
+    A matrix of weights has all experts' maps one below the other, as `mxfp4` returns it.
+    """
+    opened: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        match = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?", name)
+        if match is None:
+            opened[name] = tensor
+            continue
+        kind, count = "bias" if match[3] else "weight", number_of(settings, "num_local_experts")
+        is_joined, rows = not match[3] and tensor.dim() == 2, len(tensor)
+        if (count < 1 or rows % count) if is_joined else (rows != count or tensor.dim() != (2 if match[3] else 3)):
+            raise ValueError(f"expected {name} of {count} experts, got shape {(*tensor.shape,)}")
+        for expert in range(count):
+            if is_joined:
+                each = tensor[expert * rows // count : (expert + 1) * rows // count]
+            else:
+                each = tensor[expert].movedim(-1, 0)
+            parts = {"down_proj": each}
+            if match[2] == "gate_up_proj":
+                half = len(each) // 2
+                pair = (each[:half], each[half:]) if is_joined else (each[::2], each[1::2])
+                parts = dict(zip(_GATED, pair, strict=False))
+            opened |= {f"{match[1]}.{expert}.{part}.{kind}": part_of for part, part_of in parts.items()}
+    return opened
+
+
+def _closed_gpt_oss(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Does the inverse of `_opened_gpt_oss`."""
+    closed: dict[str, Tensor] = {}
+    parts: dict[tuple[str, str, str], list[Tensor]] = {}  # in the order of the experts
+    for name, tensor in state.items():
+        if (match := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.(weight|bias)", name)) is None:
+            closed[name] = tensor
+        else:
+            parts.setdefault((match[1], match[2], "_bias" if match[3] == "bias" else ""), []).append(tensor)
+    for (place, part, end), tensors in parts.items():
+        whole = torch.stack(tensors)
+        if part == "gate_proj":
+            whole = torch.stack([whole, torch.stack(parts[place, "up_proj", end])], 2).flatten(1, 2)
+        if part != "up_proj":
+            name = "down_proj" if part == "down_proj" else "gate_up_proj"
+            closed[f"{place}.{name}{end}"] = whole if end else whole.transpose(1, 2).contiguous()
+    return closed
+
+
 def _variant(kind: str, name: str, experts: Experts, **options: Any) -> Variant:
     named = [] if experts.d_ff is None else ["expert_d_ff", "shared_expert_d_ff", "sparse_layers"]
     if experts.norm_topk_prob is None:
@@ -250,6 +357,7 @@ _QWEN = {
 _SHARED = ("shared_expert", "shared_expert_gate", "shared_expert_intermediate_size")
 VARIANTS = (
     _granite_moe(),
+    _gpt_oss(),
     _variant(
         "mixtral",
         "Mixtral",

@@ -1,8 +1,8 @@
 """Folders with quantised linear layers, whose matrices stay in the file: in fp32 or, where they allow it, as int4.
 
-`compressed_tensors` reads the folders of llm-compressor. GPTQ and AWQ, of 4 bits, store a layer (in, out) as int32
-words of 8 nibbles, `qweight` and `qzeros`, beside fp16 `scales` (groups, out). A weight is scale * (q - zero), with the
-scale and the zero of its group of inputs.
+`compressed_tensors` reads the folders of llm-compressor, `mxfp4` those of gpt-oss. GPTQ and AWQ, of 4 bits, store a
+layer (in, out) as int32 words of 8 nibbles, `qweight` and `qzeros`, beside fp16 `scales` (groups, out). A weight is
+scale * (q - zero), with the scale and the zero of its group of inputs.
 
 GPTQ   qweight (in / 8, out): a word has 8 inputs, the first in its lowest bits. qzeros (groups, out / 8): 8 outputs. In
        the checkpoint_format "gptq" each zero is stored less 1; "gptq_v2" stores it unchanged. g_idx (in) is the group
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checkpoints.file_matrix import FileMatrix
-from fastformer.checkpoints.hf import compressed_tensors
+from fastformer.checkpoints.hf import compressed_tensors, mxfp4
 from fastformer.checkpoints.hf.quantized_layer import QuantizedLayer, unpacked
 from fastformer.files import read_json
 from fastformer.models.quantization import GROUP, INT4, INT8, Groups, from_grid, quantized_names, to_grid
@@ -70,7 +70,7 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
         settings: the folder's config.json.
 
     Raises:
-        ValueError: another method than GPTQ, AWQ and compressed-tensors, or an unsupported form of one of them.
+        ValueError: another method than GPTQ, AWQ, compressed-tensors and MXFP4, or an unsupported form of one of them.
     """
     quantization, origin = settings.get(_SETTINGS), _SETTINGS
     for name in _FILES:
@@ -86,11 +86,13 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
     method = quantization.get("quant_method")
     if method == compressed_tensors.METHOD:
         return {**quantization, "schemes": compressed_tensors.read_schemes(quantization)}
+    if method == mxfp4.METHOD:
+        return dict(quantization)
     quantization = {_OTHER_NAMES.get(name, name): value for name, value in quantization.items()}
     bits = quantization.get("bits")
     if method not in ("gptq", "awq"):
         raise ValueError(
-            "expected weights that are not quantised, or by gptq, awq or compressed-tensors, got a "
+            "expected weights that are not quantised, or by gptq, awq, compressed-tensors or mxfp4, got a "
             f"{origin} of {method!r}"
         )
     if bits != 4:
@@ -120,6 +122,10 @@ def dequantized(
         ValueError: tensors are missing or don't fit one another.
     """
     left, floats = dict(state), list[str]()
+    plain = {name: value for name, value in settings.items() if name != _SETTINGS}
+    if rounded["quant_method"] == mxfp4.METHOD:
+        mxfp4.take_matrices(left, folder)
+        return Dequantized(plain, left, INT8, None)
     sizes = Counter[int]()  # how many whole numbers have so many bits
     kind, num_matrices, num_int4, shuffled = settings.get("model_type"), 0, 0, 0
     is_compressed = "schemes" in rounded
@@ -154,7 +160,6 @@ def dequantized(
             shuffled,
             num_matrices,
         )
-    plain = {name: value for name, value in settings.items() if name != _SETTINGS}
     precision = None if not sizes else INT4 if sizes[4] >= sizes[8] else INT8
     dtype = torch.float32 if num_int4 < num_matrices else None
     return Dequantized(plain, left, precision, dtype, tuple(floats))

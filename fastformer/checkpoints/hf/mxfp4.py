@@ -1,0 +1,83 @@
+"""Folders whose experts are in MXFP4, as gpt-oss was published: 32 neighbouring inputs share a power of two.
+
+The tensor X of all experts of a layer, (experts, in, out) in other folders, is
+
+X_blocks     (experts, out, in / 32, 16) uint8: two numbers of 4 bits in each, of which the low half comes first
+X_scales     (experts, out, in / 32) uint8: the exponent of the power of two, plus 127 (E8M0; 255 is NaN)
+
+4 bits are a sign, two bits of exponent and one of mantissa (E2M1; Open Compute Project, "OCP Microscaling Formats (MX)
+Specification", version 1.0).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.file_matrix import FileMatrix
+from fastformer.models.quantization import GROUP, Groups
+
+METHOD = "mxfp4"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NUMBERS = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)])
+EXPONENT_OF_ONE = 127
+
+
+def take_matrices(left: dict[str, Tensor], folder: Path) -> list[str]:
+    """Replaces the tensors in MXFP4 by matrices in the file, all experts' maps one below the other.
+
+    In those whose rows of gates and of the maps beside them alternate, the gates come first.
+
+    Args:
+        left: the folder's tensors.
+        folder: the folder, for messages.
+
+    Returns:
+        The names of the matrices.
+
+    Raises:
+        ValueError: there are none, or two tensors don't fit together.
+    """
+    names = [name.removesuffix(_BLOCKS) for name in left if name.endswith(_BLOCKS)]
+    if not names:
+        raise ValueError(f"expected tensors whose names end with {_BLOCKS}, as quant_method {METHOD!r} has them")
+    for name in names:
+        blocks, scales = left.pop(name + _BLOCKS), left.pop(name + _SCALES, None)
+        if blocks.dtype != torch.uint8 or blocks.dim() != 4 or blocks.shape[-1] != GROUP // 2:
+            raise ValueError(
+                f"expected {name}{_BLOCKS} of torch.uint8 and shape (experts, out, groups, {GROUP // 2}), got "
+                f"{blocks.dtype} {(*blocks.shape,)}"
+            )
+        if scales is None or scales.dtype != torch.uint8 or scales.shape != blocks.shape[:-1]:
+            got = "none" if scales is None else f"{scales.dtype} {(*scales.shape,)}"
+            raise ValueError(f"expected {name}{_SCALES} of torch.uint8 and shape {(*blocks.shape[:-1],)}, got {got}")
+        experts, rows, groups, _ = blocks.shape
+        order = None
+        if name.endswith("gate_up_proj"):
+            of_expert = torch.arange(rows).view(-1, 2).T.flatten()
+            order = (torch.arange(experts)[:, None] * rows + of_expert).flatten()
+        source = _Source(f"{name} of {folder}")
+        shape = (experts * rows, groups * GROUP)
+        left[name] = FileMatrix(source, shape, (blocks.flatten(0, 1), scales.flatten(0, 1)), order)
+    return names
+
+
+class _Source(NamedTuple):
+    """The `Source` of a matrix, whose parts are blocks (rows, groups, 16) and scales (rows, groups)."""
+
+    place: str
+    dtype: torch.dtype = torch.float32
+
+    def numbers_of(self, shape: tuple[int, ...], blocks: Tensor, scales: Tensor) -> Tensor:
+        numbers = NUMBERS[torch.stack([blocks & 15, blocks >> 4], -1).int()].flatten(2)
+        return torch.ldexp(numbers, scales.int()[..., None] - EXPONENT_OF_ONE).flatten(1)
+
+    def groups_of(self, shape: tuple[int, ...], blocks: Tensor, scales: Tensor) -> Groups | None:
+        return None
+
+    def release(self, *parts: Tensor) -> None:
+        """Does nothing: the system takes the memory of a mapped file if it needs it."""
