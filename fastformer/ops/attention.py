@@ -230,8 +230,8 @@ def attention(
         dropout_seed: int64 (2,); drawn from the default generator when None.
         return_lse: also return lse. It carries no gradient.
         softcap: c of c * tanh(score / c), which is applied to the scaled scores before the mask; 0 = no cap.
-        sinks: (num_heads,), for each head the score of one more key, which has no value; None = none. With them,
-            gradients are of the first order, and a mask has none.
+        sinks: (num_heads,), for each head the score of one more key, which has no value; None = none. With them, a mask
+            has no gradient.
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim) in q's dtype (the autocast dtype under autocast). With return_lse also
@@ -278,4 +278,5 @@ def _with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -
         *(q, k, v, sinks),
         lambda q, k, v: _fwd(q, k, v, *options),
         lambda *tensors: _bwd(*tensors, attn_mask, *others, False, cap),
+        lambda q, k, v: attention_reference(q, k, v, *options),
     )

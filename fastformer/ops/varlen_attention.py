@@ -319,6 +319,7 @@ def varlen_attention(
             *(q, k, v, sinks),
             lambda q, k, v: _fwd(q, k, v, *options),
             lambda *tensors: _bwd(*tensors, *options),
+            lambda q, k, v: varlen_attention_reference(q, k, v, *options),
         )
     return (out, lse) if return_lse else out
 

@@ -143,6 +143,39 @@ def test_a_sink_may_take_nothing_or_everything(value: float) -> None:
     torch.testing.assert_close(out, due)
     (gradient,) = torch.autograd.grad(out.sum(), q)
     assert gradient.isfinite().all()
+    lengths = torch.tensor([33, 0], dtype=torch.int32)  # the second batch sees nothing but the sinks
+    out = attention(q, k, v, seqlens_k=lengths, sinks=torch.full((2,), value, dtype=torch.float64))
+    assert torch.equal(out[1], torch.zeros_like(q[1]))
+    (gradient,) = torch.autograd.grad(out.sum(), q)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_derivatives_have_any_order_and_direction(is_packed: bool) -> None:
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    shape = (5,) if is_packed else (1, 5)
+    tensors = [torch.randn(*shape, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    tensors.append(torch.randn(4, dtype=torch.float64, requires_grad=True))
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        if is_packed:
+            return varlen_attention(q, k, v, bounds, bounds, 3, 3, is_causal=True, sinks=sinks)
+        return attention(q, k, v, is_causal=True, sinks=sinks)
+
+    def summed(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:  # whose result's gradient needs none
+        return ours(q, k, v, sinks).sum()
+
+    assert torch.autograd.gradcheck(ours, tensors, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(ours, tensors)
+    assert torch.autograd.gradgradcheck(summed, tensors, torch.ones((), dtype=torch.float64))
+    q, k, v, sinks = tensors
+    every = torch.func.grad(summed, argnums=(0, 1, 2, 3))(q, k, v, sinks)
+    for found, due in zip(every, torch.autograd.grad(summed(q, k, v, sinks), tensors), strict=True):
+        torch.testing.assert_close(found, due)
+    rows = torch.stack([sinks, sinks + 1])
+    each = torch.func.vmap(ours, (None, None, None, 0))(q, k, v, rows)
+    torch.testing.assert_close(each, torch.stack([ours(q, k, v, row) for row in rows]))
 
 
 @pytest.mark.parametrize("sinks", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64), [0.0, 0.0]])
