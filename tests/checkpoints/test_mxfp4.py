@@ -93,7 +93,7 @@ def instead(end: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str,
     return apply
 
 
-DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
+DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "no scales": (without("down_proj_scales"), "down_proj_scales"),
     "no blocks": (without("_blocks"), "_blocks"),
     "short scales": (instead("down_proj_scales", lambda x: x[..., :1]), "down_proj_scales"),
@@ -101,6 +101,10 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "blocks of another dtype": (instead("down_proj_blocks", Tensor.char), "down_proj_blocks"),
     "fewer experts": (instead("down_proj_bias", lambda x: x[:3]), "down_proj_bias"),
     "fewer rows": (instead("down_proj_blocks", lambda x: x[:, :32]), "down_proj"),
+    "a gate alone": (
+        lambda tensors: [instead(f"gate_up_proj_{end}", lambda x: x[:, 1:])(tensors) for end in ("blocks", "scales")],
+        "gate_up_proj_blocks of pairs",
+    ),
     "no number": (instead("down_proj_scales", lambda x: x.fill_(255)), "finite"),
 }
 
