@@ -240,8 +240,12 @@ class AnswerParser:
             if text.startswith(mark):
                 self._text, self._state = text[len(mark) :], "reasoning"
                 return True
-            if (mark.startswith(text) or direct.startswith(text)) and not is_end:
-                return False
+            if mark.startswith(text) or direct.startswith(text):
+                if not is_end:
+                    return False
+                if direct and ">" in text:  # the answer ends within a mark of several tokens
+                    self._text = ""
+                    return False
             if direct:
                 self._text = text = text.removeprefix(direct)
         if style.format is not None and not style.format.begin:
@@ -256,14 +260,17 @@ class AnswerParser:
 
     def _reason(self, parts: list[Part], is_end: bool) -> bool:
         assert self._style.reasoning is not None
-        mark = self._style.reasoning.end
+        _, mark, direct = self._style.reasoning
         text = self._text if self._has_reasoned else self._text.lstrip("\n")
         before, found, behind = text.partition(mark)
         if found:
             before = before.removesuffix("\n")
             self._state, self._style, self._is_stripped = "start", self._style._replace(reasoning=None), True
-        elif not is_end:
+        else:
             before, behind = _without_beginning(before, (mark, f"\n{mark}"))
+            if is_end:
+                is_cut = direct and ">" in behind  # within a mark of several tokens
+                before, behind = before if is_cut else before + behind, ""
         parts.append(Part("reasoning", before))
         self._text, self._has_reasoned = behind, self._has_reasoned or bool(before)
         return bool(found)

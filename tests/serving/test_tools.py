@@ -421,6 +421,9 @@ CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
     ("<|channel|>final<|message|>42.", None, "42."),
     ("<|channel|>analysis<|message|>Hm.", "Hm.", ""),
     ("42.", None, "42."),
+    ("<|channel|>analysis<|message|>1 <", "1 <", ""),
+    ("<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant<|channel|>fin", "Hm.", ""),  # max_tokens
+    ("<|channel|>fin", None, ""),
 ])  # fmt: skip
 async def test_the_channels_of_gpt_oss_are_apart(said, reasoning, content, tmp_path) -> None:
     text = f"{HEAD}{TURN}{TAIL}{{# <|channel|>final<|message|> #}}"
