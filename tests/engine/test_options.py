@@ -60,7 +60,6 @@ NOT_TOGETHER = [
     {"learned positions", "a part rotated"}, {"learned positions", "yarn"},
     {"learned positions", "some layers rotated"}, {"one norm for both", "norms behind"},
     {"one norm for both", "norms on both sides"}, {"one norm for both", "in parallel"},
-    {"in parallel", "gates with limits"},
 ]  # fmt: skip
 FEW = [
     ("biases", "norms over heads", "norms behind"),
