@@ -69,7 +69,7 @@ def machine() -> Iterator[str]:
 
 def forward_ops() -> list[_dispatch.Op[..., Any]]:
     """Returns the ops that a user calls; their backward passes have kernels in the same files."""
-    others = ("linear_weight_grad", "quantized_linear")
+    others = ("linear_weight_grad", "quantized_linear", "quantized_topk")
     return [op for name, op in _dispatch.OPS.items() if "_bwd" not in name and name not in others]
 
 

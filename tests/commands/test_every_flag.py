@@ -377,6 +377,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
             "rotary_layers": [False, True], "norm_bias": True, "output_bias": True, "is_causal": False,
             "num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": False, "expert_d_ff": 40,
             "shared_expert_d_ff": 24, "sparse_layers": [False, True], "router_aux_loss_coef": 0.125,
+            "router_bias": True, "attention_sinks": True,
         },
     },
     "parallel": {"train_text": "a", "model": {"name": "gpt", "parallel_residual": True, "shared_norm": True}},
