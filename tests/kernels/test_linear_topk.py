@@ -43,8 +43,9 @@ def test_rows_are_computed_in_chunks(device, monkeypatch: pytest.MonkeyPatch) ->
     x, weight = torch.randn(11, 24, device=device), torch.randn(40, 24, device=device)
     whole = linear_topk(x, weight, 3)
     monkeypatch.setattr(kernels, "CHUNK_ROWS", 4)
-    for part, all_ in zip(linear_topk(x, weight, 3), whole, strict=True):
-        assert torch.equal(part, all_)
+    parts = linear_topk(x, weight, 3)
+    assert torch.equal(parts.indices, whole.indices)
+    torch.testing.assert_close(parts.values, whole.values)  # NumPy sums rows by their number, on some CPUs
     assert linear_topk(x[:0], weight, 3).values.shape == (0, 3)
 
 
