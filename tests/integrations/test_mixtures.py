@@ -16,7 +16,8 @@ from torch import Tensor
 
 import fastformer
 from fastformer.checkpoints import load_model
-from fastformer.checkpoints.hf import DECODER_FORMS
+from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf.common import Checkpoint
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
@@ -108,6 +109,18 @@ def test_folders_are_read_and_written_in_each_form(name: str, tmp_path: Path) ->
     ours.quantize("int4").save_pretrained(tmp_path / "int4")
     rounded = GPT.from_pretrained(tmp_path / "int4")
     assert torch.equal(rounded(ids), ours.quantize("int4")(ids))
+
+
+def test_a_gpt_oss_without_a_number_of_experts_has_the_usual_one() -> None:
+    theirs = CASES["gpt_oss few biases"].make(num_local_experts=128, intermediate_size=4)
+    settings, state = theirs.config.to_dict(), theirs.state_dict()
+    del settings["num_local_experts"]
+    model = FAMILIES["gpt_oss"].to_model(Checkpoint(settings, state))
+    ids, _ = ids_of(2, 9)
+    torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    for wrong in (0, 3, "128", 2.5):
+        with pytest.raises(ValueError, match="expert"):
+            FAMILIES["gpt_oss"].to_model(Checkpoint({**settings, "num_local_experts": wrong}, state))
 
 
 @pytest.mark.parametrize("name, precision", by_turns(NAMES, ["fp32", "bf16", "int8", "int4"]))

@@ -72,7 +72,7 @@ class Experts(NamedTuple):
         counts = {name: settings[name] for name in _TOTALS if settings.get(name) is not None}
         if len({*map(repr, counts.values())}) > 1:
             raise ValueError(f"expected one number of experts, got {counts}")
-        settings = {**settings, self.total: self._count(settings)}
+        settings = {**settings, self.total: self.num_experts(settings)}
         depth = number_of(settings, "num_hidden_layers")
         sparse = self._sparse(settings, depth)
         if not any(sparse):
@@ -90,7 +90,7 @@ class Experts(NamedTuple):
             options["shared_expert_d_ff"] = number_of(settings, self.shared[2])
         return options if all(sparse) else {**options, "sparse_layers": sparse}
 
-    def _count(self, settings: Mapping[str, Any]) -> Any:
+    def num_experts(self, settings: Mapping[str, Any]) -> Any:
         """Returns the number of experts in the settings, unchecked."""
         return next((settings[name] for name in _TOTALS if settings.get(name) is not None), self.usual_count)
 
@@ -151,7 +151,7 @@ class Experts(NamedTuple):
     def opened(self, state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns a state with a tensor for each expert, of one that may have one for all: views of them."""
         opened: dict[str, Tensor] = {}
-        count = self._count(settings)
+        count = self.num_experts(settings)
         for saved_name, tensor in state.items():
             name = self._named(saved_name)
             match = re.fullmatch(r"(.*)\.(gate_up_proj|down_proj)", name)
@@ -237,13 +237,8 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 def _gpt_oss() -> Variant:
     """Returns gpt-oss: attention with sinks, and experts whose rows of gates and of the maps beside them alternate."""
-    experts = Experts(
-        router="router",
-        total="num_local_experts",
-        usual_count=128,
-        norm_topk_prob=True,
-        unread=("experts_per_token",),
-    )
+    total = "num_local_experts"
+    experts = Experts(router="router", total=total, usual_count=128, norm_topk_prob=True, unread=("experts_per_token",))
 
     def options(settings: Mapping[str, Any]) -> dict[str, Any]:
         for name, usual in _SWIGLU.items():
@@ -273,7 +268,7 @@ def _gpt_oss() -> Variant:
         more_settings=lambda config: {**_SWIGLU, **experts.settings(config)},
         free=_FREE,
         rename=lambda names, config: _with_sinks(experts.names(names, config), config),
-        open=_opened_gpt_oss,
+        open=lambda state, settings: _opened_gpt_oss(state, number_of({total: experts.num_experts(settings)}, total)),
         close=_closed_gpt_oss,
     )  # fmt: skip
 
@@ -286,8 +281,8 @@ def _with_sinks(names: dict[str, tuple[str, ...]], config: GPTConfig) -> dict[st
     return names
 
 
-def _opened_gpt_oss(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns a state with a tensor for each expert, of one that has (experts, [inputs,] outputs) of all.
+def _opened_gpt_oss(state: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Returns a state with a tensor for each of `count` experts, of one that has (count, [inputs,] outputs) of all.
 
     A matrix of weights has all experts' maps one below the other, as `mxfp4` returns it.
     """
@@ -297,7 +292,7 @@ def _opened_gpt_oss(state: Mapping[str, Tensor], settings: Mapping[str, Any]) ->
         if match is None:
             opened[name] = tensor
             continue
-        kind, count = "bias" if match[3] else "weight", number_of(settings, "num_local_experts")
+        kind = "bias" if match[3] else "weight"
         is_joined, rows = not match[3] and tensor.dim() == 2, len(tensor)
         if (count < 1 or rows % count) if is_joined else (rows != count or tensor.dim() != (2 if match[3] else 3)):
             raise ValueError(f"expected {name} of {count} experts, got shape {(*tensor.shape,)}")
