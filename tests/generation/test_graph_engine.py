@@ -396,13 +396,18 @@ def test_graphs_are_the_default_on_a_gpu(options: dict[str, Any], model, watched
     assert torch.equal(*found)
 
 
-def test_a_model_that_graphs_cannot_hold_decodes_without_and_the_log_says_why(on_gpu, caplog) -> None:
-    kind, options = CONFIGS[RELATIVE[0]]
-    relative = drawn(kind, **options)
+@pytest.mark.parametrize(("kind", "options", "why"), [
+    (*CONFIGS[RELATIVE[0]], "relative positions"),
+    (GPT, {"num_experts": 3}, "experts"),
+    (GPT, {"attention_sinks": True}, "sinks"),
+])  # fmt: skip
+def test_a_model_that_graphs_cannot_hold_decodes_without_and_the_log_says_why(
+    kind, options, why, on_gpu, caplog
+) -> None:
     with caplog.at_level("INFO", logger="fastformer"):
-        assert choose_engine(relative).name == "kv_cache"
+        assert choose_engine(drawn(kind, **options)).name == "kv_cache"
     (line,) = [record.getMessage() for record in caplog.records if "'graph'" in record.getMessage()]
-    assert "relative positions" in line
+    assert why in line
 
 
 def test_a_model_with_code_of_its_own_decodes_without_unless_graphs_are_asked_for(on_gpu, caplog) -> None:

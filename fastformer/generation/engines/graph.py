@@ -145,6 +145,8 @@ class GraphEngine(KVCacheEngine):
             return "relative positions are a bias on the scores, which its captured steps don't add"
         if getattr(getattr(model, "config", None), "num_experts", None) is not None:
             return "experts compute a number of tokens that the host has to know, and a graph fixes it"
+        if getattr(getattr(model, "config", None), "attention_sinks", False):
+            return "steps with attention sinks gather as many keys as the host knows, and a graph fixes it"
         return super().why_unsupported(model, None if _is_read(model, precision) else precision)
 
     @property
