@@ -7,6 +7,7 @@ import functools
 import logging
 import operator
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -45,6 +46,7 @@ logger = logging.getLogger("fastformer")
 Prompt: TypeAlias = str | Sequence[int]
 
 _SHOWN = 40  # the maximum number of characters of a prompt in an error message
+_TAG = re.compile(r"<[^<>]+>")  # what a mark of several special tokens consists of
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
 
 
@@ -262,8 +264,8 @@ class AsyncGenerator(Session[Request]):
     def special_marks(self, marks: Collection[str]) -> dict[str, int]:
         """Returns the ids of the special tokens, which texts omit, that marks are or consist of."""
         added = getattr(self.tokenizer, "added_tokens", {}) if marks else {}
-        tokens = [token for token, is_special in added.items() if is_special and any(token in mark for mark in marks)]
-        special = {token: self.tokenizer.encode_template(token) for token in tokens}
+        parts = (part for mark in marks for part in ([mark] if mark in added else _TAG.findall(mark)))
+        special = {part: self.tokenizer.encode_template(part) for part in dict.fromkeys(parts) if added.get(part)}
         return {mark: ids[0] for mark, ids in special.items() if len(ids) == 1}
 
     def check_constraint(self, options: Mapping[str, Any]) -> Grammar | None:

@@ -105,14 +105,15 @@ def _append_step(
 ) -> Tensor:  # fmt: skip
     """Computes `append_cached` for tokens that follow earlier ones, or for one token in each row."""
     tables: dict[str, Any] = {}
-    if rotary is not None and rotary.positions is None and position_bias is None and "sinks" not in scores:
+    gathers = position_bias is not None or "sinks" in scores
+    if rotary is not None and rotary.positions is None and not gathers:
         # The kernel rotates by the positions in the cache.
         tables = {"cos": rotary.cos, "sin": rotary.sin, "interleaved": rotary.interleaved}
     elif rotary is not None:
         if rotary.positions is None:
             rotary = rotary._replace(positions=cache.seqlens[:, None] + torch.arange(q.shape[1], device=q.device))
         q, k = rotary.rotate(q, k)
-    if position_bias is not None or "sinks" in scores:
+    if gathers:
         return _append_and_gather(cache, q, k, v, window_left, position_bias, scores)
     return decode_attention(
         q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window_left,

@@ -24,12 +24,12 @@ from fastformer.models.quantization import GROUP, Groups
 METHOD = "mxfp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-NUMBERS = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)])
-_PAIRS = torch.stack([NUMBERS.repeat(16), NUMBERS.repeat_interleave(16)], 1)  # those of each byte
-EXPONENT_OF_ONE = 127
+_NUMBERS = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)])
+_PAIRS = torch.stack([_NUMBERS.repeat(16), _NUMBERS.repeat_interleave(16)], 1)  # those of each byte
+_EXPONENT_OF_ONE = 127
 
 
-def take_matrices(left: dict[str, Tensor], folder: Path) -> list[str]:
+def take_matrices(left: dict[str, Tensor], folder: Path) -> None:
     """Replaces the tensors in MXFP4 by matrices in the file, all experts' maps one below the other.
 
     In those whose rows of gates and of the maps beside them alternate, the gates come first.
@@ -37,9 +37,6 @@ def take_matrices(left: dict[str, Tensor], folder: Path) -> list[str]:
     Args:
         left: the folder's tensors.
         folder: the folder, for messages.
-
-    Returns:
-        The names of the matrices.
 
     Raises:
         ValueError: there are none, or two tensors don't fit together.
@@ -67,7 +64,6 @@ def take_matrices(left: dict[str, Tensor], folder: Path) -> list[str]:
         source = _Source(f"{name} of {folder}")
         shape = (experts * rows, groups * GROUP)
         left[name] = FileMatrix(source, shape, (blocks.flatten(0, 1), scales.flatten(0, 1)), order)
-    return names
 
 
 class _Source(NamedTuple):
@@ -78,7 +74,7 @@ class _Source(NamedTuple):
 
     def numbers_of(self, shape: tuple[int, ...], blocks: Tensor, scales: Tensor) -> Tensor:
         numbers = functional.embedding(blocks.int(), _PAIRS).flatten(2)  # several times as fast as an index
-        powers = torch.ldexp(torch.ones(scales.shape), scales.int() - EXPONENT_OF_ONE)
+        powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _EXPONENT_OF_ONE)
         return numbers.mul_(powers[..., None]).flatten(1)
 
     def groups_of(self, shape: tuple[int, ...], blocks: Tensor, scales: Tensor) -> Groups | None:
