@@ -7,7 +7,6 @@ import functools
 import logging
 import operator
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -46,7 +45,6 @@ logger = logging.getLogger("fastformer")
 Prompt: TypeAlias = str | Sequence[int]
 
 _SHOWN = 40  # the maximum number of characters of a prompt in an error message
-_TAG = re.compile(r"<[^<>]+>")  # what a mark of several special tokens consists of
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
 
 
@@ -261,13 +259,6 @@ class AsyncGenerator(Session[Request]):
         except ValueError:  # the tokenizer doesn't know them
             return False
 
-    def special_marks(self, marks: Collection[str]) -> dict[str, int]:
-        """Returns the ids of the special tokens, which texts omit, that marks are or consist of."""
-        added = getattr(self.tokenizer, "added_tokens", {}) if marks else {}
-        parts = (part for mark in marks for part in ([mark] if mark in added else _TAG.findall(mark)))
-        special = {part: self.tokenizer.encode_template(part) for part in dict.fromkeys(parts) if added.get(part)}
-        return {mark: ids[0] for mark, ids in special.items() if len(ids) == 1}
-
     def check_constraint(self, options: Mapping[str, Any]) -> Grammar | None:
         """Compiles the constraint of some options, or raises the ValueError that `requests` would raise.
 
@@ -386,8 +377,7 @@ class AsyncGenerator(Session[Request]):
             triggers=triggers,
         )
         begin = builder.anchor or (() if is_chat else behind_ends(ids, self._ends))
-        shown = {i: name for name, i in self.special_marks(marks).items()} if marks else {}
-        decoder = Marked(self.tokenizer, shown) if shown else self.tokenizer
+        decoder = Marked.of(self.tokenizer, marks)
         new_text = functools.partial(TextPieces, decoder, begin, is_told=True, runs=self._runs)
         kind = functools.partial(SampleRequest, new_text=new_text, ends=builder.ids.eos)
         checked, requests = builder.check(ids), list[SampleRequest]()

@@ -41,6 +41,17 @@ class Detokenizer(Protocol):
         """Returns the text of ids."""
 
 
+_TAG = re.compile(r"<[^<>]+>")  # what a mark of several special tokens consists of
+
+
+def special_marks(tokenizer: Any, marks: Collection[str]) -> dict[str, int]:
+    """Returns the ids of the special tokens, which texts omit, that marks are or consist of."""
+    added = getattr(tokenizer, "added_tokens", {}) if marks else {}
+    parts = (part for mark in marks for part in ([mark] if mark in added else _TAG.findall(mark)))
+    special = {part: tokenizer.encode_template(part) for part in dict.fromkeys(parts) if added.get(part)}
+    return {mark: ids[0] for mark, ids in special.items() if len(ids) == 1}
+
+
 class Marked:
     """A tokenizer whose texts show some special tokens, which it else omits.
 
@@ -51,6 +62,12 @@ class Marked:
 
     def __init__(self, tokenizer: Detokenizer, marks: Mapping[int, str]) -> None:
         self._tokenizer, self._marks = tokenizer, marks
+
+    @classmethod
+    def of(cls, tokenizer: Any, marks: Collection[str]) -> Any:
+        """Returns a tokenizer whose texts show these marks: the given one, if its texts omit none of them."""
+        shown = {i: mark for mark, i in special_marks(tokenizer, marks).items()}
+        return cls(tokenizer, shown) if shown else tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without EOS."""

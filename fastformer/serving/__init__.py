@@ -8,7 +8,7 @@ translate.py       fastformer's own routes of a translator; libretranslate.py ha
 html_text.py       the texts of an HTML page
 openai*.py         OpenAI's routes: completions, chats and speech; embeddings.py and rerank.py have those of encoders
 structured.py      the fields of requests that constrain an answer
-tools.py           the calls of tools in an answer, and its reasoning; tool_formats.py has the formats of families
+tools.py           the tools of a request, and the calls in its answer
 tei.py, tgi.py     the routes of Hugging Face's servers, for encoders and for language models
 *_service.py       the services of encoders and of speech
 app.py             `make_app`: the routes of the service's kind, health, errors in each format's shape

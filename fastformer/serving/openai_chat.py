@@ -13,19 +13,20 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from fastformer import __version__
+from fastformer.generation.answers import AnswerParser, AnswerStyle, ChannelParser, parser_of, style_behind
 from fastformer.generation.async_generator import ChatIds, PromptTooLong
 from fastformer.generation.constraints import Triggers
 from fastformer.generation.jobs import Stream
 from fastformer.generation.processors import CountPenalties, LeastShare, TokenBias
 from fastformer.generation.streaming import (
     Completion,
-    Marked,
     Piece,
     SampleRequest,
     ScoredToken,
     behind_ends,
 )
 from fastformer.generation.token_texts import Spelled, SpelledToken, TokenTexts
+from fastformer.generation.tool_formats import Reasoning, reasoning_of
 from fastformer.serving.answers import EventStream, TooLarge, answer, event
 from fastformer.serving.gate import until_gone
 from fastformer.serving.generate_service import GenerateService
@@ -45,16 +46,14 @@ from fastformer.serving.openai_bodies import (
     error_fields,
 )
 from fastformer.serving.structured import Constrained, check_constraint
-from fastformer.serving.tool_formats import Reasoning, reasoning_of
 from fastformer.serving.tools import (
-    AnswerParser,
-    AnswerStyle,
     RequestTools,
     begun_calls,
     call_deltas,
     calls_of,
     check_calls,
     tools_of,
+    triggers_of,
 )
 
 STREAMED: dict[str, Any] = {
@@ -66,7 +65,6 @@ _DIGITS = 9  # the most digits of a token's id
 _DONE = b"data: [DONE]\n\n"
 _MARKS = 16  # about the characters that a chat template writes around a message
 _PLAIN = AnswerStyle()  # of an answer that is content alone
-_TAIL = 16  # the last tokens of a prompt, among which the mark of reasoning is
 _CHAT_TOKENS = 1_024  # the most new tokens of a chat's answer if the request sets no number
 # Names of the server's own, or of arguments of the functions that pass the variables on.
 _NO_VARIABLES = frozenset((
@@ -93,6 +91,8 @@ def add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> Non
         if body.top_logprobs and not body.logprobs:
             raise ApiError("expected logprobs to be true along with top_logprobs", param="top_logprobs")
         messages = [_message(message, place, limits) for place, message in enumerate(body.messages)]
+        if reasoning is not None and reasoning.direct:
+            messages = [_with_thinking(message) for message in messages]
         deadline = service.deadline(body.timeout)
         variables = _variables(body)
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -116,7 +116,7 @@ def add_chat(routes: APIRouter, service: GenerateService, limits: Limits) -> Non
             if tools is not None or reasoning is not None:
                 ids, style = _styled(ids, body, tools, reasoning, service, is_constrained=constrained is not None)
             lengths = [new_tokens(body, ids, service, most, _CHAT_TOKENS)]
-            triggers = None if begun is None else style.triggers(begun, service)
+            triggers = None if begun is None else triggers_of(style, begun, service)
             job = CompletionJob(service, body, [ids], lengths, alternatives, deadline, constrained, style, triggers)
             return await respond_with(job, _ChatForm(job, style))
 
@@ -154,19 +154,12 @@ def _styled(
 ) -> tuple[ChatIds, AnswerStyle]:
     """Returns the ids of a chat, with what a constrained answer begins with, and the style of the answer."""
     session = service.session
-    is_open = False
-    if reasoning is not None and body.add_generation_prompt is not False:
-        shown = {i: mark for mark, i in session.special_marks(reasoning).items()}
-        tail = behind_ends(ids, session.ends)[-_TAIL:]
-        is_open = Marked(session.tokenizer, shown).decode(tail).rstrip().endswith(reasoning.begin)
-    style = AnswerStyle(None, (), reasoning, is_open, is_parallel=body.parallel_tool_calls is not False)
-    begin = ""
-    if is_constrained:  # reasoning would break the constraint
-        if reasoning is not None:
-            begin = f"{reasoning.end}\n\n" if is_open else reasoning.direct
-        style = style._replace(reasoning=None, is_open=False)
+    prompt = behind_ends(ids, session.ends) if body.add_generation_prompt is not False else ()
+    style, begin = style_behind(prompt, session.tokenizer, reasoning, is_constrained=is_constrained)
+    style = style._replace(is_parallel=body.parallel_tool_calls is not False)
     if tools is not None:
-        style = style._replace(format=tools.format, names=frozenset(tools.schemas))
+        style = style._replace(format=tools.format, schemas=tools.schemas)
+        begin = "" if style.has_channels else begin
         if tools.forced:
             prefix = tools.format.prefix(tools.forced)
             style, begin = style._replace(is_forced=True, prefix=prefix), begin + prefix
@@ -199,6 +192,13 @@ def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]
     if calls:
         fields["tool_calls"] = [_call(call, f"{where}.tool_calls", limits) for call in calls]
     return {"role": role, **fields}
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Names a message's reasoning as the template of gpt-oss does, which refuses calls with both it and content."""
+    if "reasoning_content" not in message or ("tool_calls" in message and message["content"]):
+        return message
+    return {**message, "thinking": message["reasoning_content"]}
 
 
 def _call(call: ToolCallBody, where: str, limits: Limits) -> dict[str, Any]:
@@ -501,7 +501,7 @@ class _ChatForm(Form):
     def __init__(self, job: CompletionJob, style: AnswerStyle) -> None:
         super().__init__(job)
         self._style, self._has_parts = style, style.format is not None or style.reasoning is not None
-        self._parsers: dict[int, AnswerParser] = {}  # by choice
+        self._parsers: dict[int, AnswerParser | ChannelParser] = {}  # by choice
 
     def whole(self, index: int, completion: Completion) -> dict[str, Any]:
         """Returns a complete choice; see `Form`, also for the other methods."""
@@ -518,7 +518,7 @@ class _ChatForm(Form):
 
     def _parts(self, completion: Completion) -> dict[str, Any]:
         """Returns the fields of a message that hold the parts of an answer."""
-        parser = AnswerParser(self._style)
+        parser = parser_of(self._style)
         parts = parser.add(completion.text, is_end=True)
         content, reasoning = (
             "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")
@@ -539,7 +539,7 @@ class _ChatForm(Form):
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         is_end, reason, delta = piece.finish_reason is not None, piece.finish_reason, dict[str, Any]()
         if self._has_parts:
-            parser = self._parsers.get(index) or self._parsers.setdefault(index, AnswerParser(self._style))
+            parser = self._parsers.get(index) or self._parsers.setdefault(index, parser_of(self._style))
             parts = parser.add(piece.text, is_end=is_end)
             for name, kind in (("content", "content"), ("reasoning_content", "reasoning")):
                 if text := "".join(part.text for part in parts if part.kind == kind):

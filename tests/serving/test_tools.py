@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +13,11 @@ import pytest
 from fastformer.checkpoints import load_model
 from fastformer.data import Tokenizer
 from fastformer.data.huggingface import LibraryBackend
+from fastformer.generation.streaming import special_marks
+from fastformer.generation.tool_formats import FORMATS, format_of
 from fastformer.serving import open_service
-from fastformer.serving.tool_formats import FORMATS, Reasoning, format_of, reasoning_of
-from fastformer.serving.tools import AnswerParser, AnswerStyle, Part, calls_of
 from fastformer.special_ids import SpecialIds
-from tests.covering import each
+from tests.generation.tool_calls import CLOCK, EXPECTED, SAID, SCHEMAS, WEATHER
 from tests.serving import models
 from tests.serving.asking import events, serving
 from tests.serving.servers import running
@@ -30,22 +28,6 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 pytest.importorskip("llguidance", reason="the llguidance library is not installed")
 
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Oslo", "Rome"]}, "days": {"$ref": "#/$defs/few"}, "exact": {"type": "boolean"},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-    "$defs": {"few": {"type": "integer", "minimum": 0, "maximum": 9}},
-}  # fmt: skip
-CLOCK = {
-    "type": "object",
-    "properties": {"zone": {"enum": ["UTC"]}},
-    "required": ["zone"],
-    "additionalProperties": False,
-}
-SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "description": "How warm?", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "clock", "parameters": CLOCK, "strict": True}},
@@ -62,9 +44,19 @@ def template(call: str, before: str = "", after: str = "", more: str = "") -> st
     return f"{HEAD}{TURN}{{% if m.tool_calls %}}{before}{calls}{after}{{% endif %}}{TAIL}{more}"
 
 
+CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>")
 OBJECT = '{"name": "{{ c.function.name }}", "%s": {{ c.function.arguments | tojson }}}'
 # By format: a template, its special tokens, and its other added tokens.
 FAMILIES: dict[str, tuple[str, list[str], list[str]]] = {
+    "gpt-oss": (
+        template("<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
+                 "{{ c.function.arguments | tojson }}<|call|>"), [*CHANNELS], [],
+    ),
+    "tags": (
+        template("<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
+                 "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"),
+        [], ["<tool_call>", "</tool_call>"],
+    ),
     "hermes": (
         template("<tool_call>\n" + OBJECT % "arguments" + "\n</tool_call>"), [], ["<tool_call>", "</tool_call>"]
     ),
@@ -138,8 +130,8 @@ def test_an_answer_with_tools_and_a_format_is_a_valid_call_or_has_the_format(cho
     options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "tool_choice": choice}
     options |= {"max_tokens": 400, "parallel_tool_calls": False}
     options["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    if choice == "auto" and family in ("llama 3", "json"):
-        with pytest.raises(openai.BadRequestError) as refused:  # a call without a mark may look like an answer
+    if choice == "auto" and family in ("llama 3", "json", "gpt-oss"):
+        with pytest.raises(openai.BadRequestError) as refused:  # what isn't marked as a call may still be none
             client.chat.completions.create(**options)
         assert refused.value.param == "response_format"
         return
@@ -174,26 +166,11 @@ def test_each_tool_that_a_choice_allows_may_be_called(client) -> None:
         assert {call.function.name for one in found.choices for call in one.message.tool_calls or ()} == names
 
 
-# By format: a text of the model, with its marks as special tokens where they are some.
-SAID = {
-    "hermes": 'Let me see.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "U}\\"T"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
-    "mistral": 'Let me see.\n[TOOL_CALLS] [{"name": "clock", "arguments": {"zone": "U}\\"T"}}, '
-    '{"name": "weather", "arguments": {}}]',
-    "mistral 11": 'Let me see.\n[TOOL_CALLS]clock[ARGS]{"zone": "U}\\"T"}[TOOL_CALLS]weather[ARGS]{}',
-    "phi 4": 'Let me see.\n<|tool_call|>[{"name": "clock", "arguments": {"zone": "U}\\"T"}}, '
-    '{"name": "weather", "arguments": {}}]<|/tool_call|>',
-    "llama 3": '<|python_tag|>{"name": "clock", "parameters": {"zone": "U}\\"T"}}; '
-    '{"name": "weather", "parameters": {}}',
-    "json": '{"name": "clock", "arguments": {"zone": "U}\\"T"}}\n{"name": "weather", "arguments": {}}',
-}
-EXPECTED = [("clock", '{"zone": "U}\\"T"}'), ("weather", "{}")]
-
-
 def says(service: Any, text: str) -> None:
     """Makes a service's model write a text, with its marks as special tokens."""
     session, make = service.session, service.session.requests
-    marks = session.special_marks([token for token, is_special in session.tokenizer.added_tokens.items() if is_special])
+    added = session.tokenizer.added_tokens.items()
+    marks = special_marks(session.tokenizer, [token for token, is_special in added if is_special])
     parts = re.split("(" + "|".join(re.escape(mark) for mark in marks) + ")", text)
     said = [f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part]
     grammar = f"start: {' '.join(said)}"
@@ -230,8 +207,8 @@ async def test_auto_finds_the_calls_that_the_model_writes(is_parallel, family, f
 
 def test_a_call_that_the_model_begins_by_itself_follows_the_schema(family, client, folder) -> None:
     begin = FORMATS[family].begin
-    if not begin:
-        pytest.skip("no token begins a call")
+    if not begin or FORMATS[family].has_channels:
+        pytest.skip("no single token begins a call")
     mark = load_model(folder, ("GPT",))[1].encode_template(begin)[0]
     options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "max_tokens": 300}
     options["logit_bias"] = {str(mark): 100}  # a random model seldom begins one
@@ -282,7 +259,7 @@ async def test_only_what_is_behind_the_mark_is_constrained(family, folder) -> No
         assert (choice["message"]["content"] or "").startswith(before.strip())
         # An answer without a call is what the model would have written anyway, also where its bytes are no UTF-8.
         said, found = "{ no [TOOL <tool_", []
-        no_marks = {str(mark): -100 for mark in session.special_marks(form.marks).values()}
+        no_marks = {str(mark): -100 for mark in special_marks(session.tokenizer, form.marks).values()}
         body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 60, "seed": 1, "logit_bias": no_marks}
         for without in (dict[str, Any](), {"triggers": None}):
             removed.update(without)
@@ -378,7 +355,9 @@ async def test_messages_with_calls_pass_through_the_template(family, folder, cal
 def test_a_template_decides_the_format() -> None:
     for name, (text, _, _) in FAMILIES.items():
         assert format_of(text) is FORMATS[name]
-    for text in ("{{ messages }}", "{{ tools }}<start_function_call>", "{{ tools }}<tool_call><function=x>"):
+    for text in ("{{ messages }}", "{{ tools }}<start_function_call>", "{{ tools }}<tool_call><function=x>",
+                 "{{ tools }}<|channel|>final", "{{ tools }}<|tool_call>call:",
+                 "{{ tools }}<tool_call><arg_key>"):  # fmt: skip
         with pytest.raises(ValueError, match="tools"):
             format_of(text)
 
@@ -413,9 +392,6 @@ async def test_reasoning_is_apart_from_the_answer(is_open, tmp_path) -> None:
         assert choice["message"]["content"] == "7" and "reasoning_content" not in choice["message"]
 
 
-CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
-
-
 @pytest.mark.parametrize(("said", "reasoning", "content"), [
     ("<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant<|channel|>final<|message|>42.", "Hm.", "42."),
     ("<|channel|>final<|message|>42.", None, "42."),
@@ -424,6 +400,13 @@ CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
     ("<|channel|>analysis<|message|>1 <", "1 <", ""),
     ("<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant<|channel|>fin", "Hm.", ""),  # max_tokens
     ("<|channel|>fin", None, ""),
+    ("<|channel|>commentary<|message|>First.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.\n<|end|><|start|>"
+     "assistant<|channel|>final<|message|>42.", "Hm.", "First.\n\n42."),
+    ("<|channel|>analysis<|message|>a<|end|><|channel|>analysis<|message|>b<|end|>", "a\n\nb", ""),
+    ("<|channel|>analysis to=functions.f code<|message|>x<|call|><|start|>assistant<|channel|>final<|message|>y", "to="
+     "functions.f x", "y"),
+    (" to=functions.f<|channel|>commentary<|message|>x<|end|>y", None, "to=functions.f xy"),
+    ("a <| b", None, "a <| b"), (" t", None, " t"),
 ])  # fmt: skip
 async def test_the_channels_of_gpt_oss_are_apart(said, reasoning, content, tmp_path) -> None:
     text = f"{HEAD}{TURN}{TAIL}{{# <|channel|>final<|message|> #}}"
@@ -443,118 +426,18 @@ async def test_the_channels_of_gpt_oss_are_apart(said, reasoning, content, tmp_p
         body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [7]}}}}
         [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
         assert choice["message"]["content"] == "7" and "reasoning_content" not in choice["message"]
-        body["tools"] = TOOLS  # whose channel has no parser
+        body["tools"] = TOOLS  # the last message may be a call
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
 
 
-ARGUMENTS = [
-    "{}", "{ }", '{"": 1}', '{"": ""}', '{"a": ""}', '{"\\"": "}"}', '{"a": "\\\\"}', '{"a\\\\": "\\\\\\"}{"}',
-    '{"a": [1, {"b": "]"}], "c": "{"}', '{ "a" : [ ] , "b" : { } }', '{"name": "x", "arguments": {"name": 1}}',
-    '{"a": -1.5e-3, "b": null, "c": true}', '{"é": "\\u00e9\\n"}', '{"parameters": "[TOOL_CALLS"}',
-]  # fmt: skip
-
-
-@each("arguments", ARGUMENTS)
-def test_arguments_are_told_as_the_model_writes_them(arguments, family) -> None:
-    style = AnswerStyle(FORMATS[family], [*SCHEMAS])
-    parser = AnswerParser(style)
-    parts = [*parser.add(SAID[family].replace(EXPECTED[0][1], arguments)), *parser.add("", is_end=True)]
-    calls = [call["function"] for call in calls_of(parts, style)]
-    assert calls == [{"name": "clock", "arguments": arguments}, {"name": "weather", "arguments": "{}"}]
-
-
-@pytest.mark.parametrize("arguments", ['{"zone": "UTC"}', "{}", '{"a": "\\"\\\\"}', "not JSON"])
-def test_arguments_that_are_a_text_are_told_as_what_it_says(arguments, family) -> None:
-    if FORMATS[family].behind_name:
-        pytest.skip("arguments stand by themselves")
-    style = AnswerStyle(FORMATS[family], [*SCHEMAS])
-    parser = AnswerParser(style)
-    parts = [*parser.add(SAID[family].replace(EXPECTED[0][1], json.dumps(arguments))), *parser.add("", is_end=True)]
-    [call, _] = [call["function"] for call in calls_of(parts, style)]
-    assert call == {"name": "clock", "arguments": arguments}
-
-
-@each("arguments", ["5", "null", "{}", '"a"', "[1]"])
-def test_text_behind_arguments_without_an_object_around_them_stays(arguments) -> None:
-    parser = AnswerParser(AnswerStyle(FORMATS["mistral 11"], [*SCHEMAS]))
-    parts = [*parser.add(f"[TOOL_CALLS]clock[ARGS]{arguments}}} x"), *parser.add("", is_end=True)]
-    assert "".join(part.text for part in parts if part.kind == "content") == "} x"
-
-
-@pytest.mark.parametrize(("letter", "place"), [*itertools.product("x=]", (0, 1, 2, 3, 5, 6, 7)), ("]", 4)])
-def test_what_breaks_a_call_is_told_from_there_on(place, letter, family) -> None:
-    pieces = (
-        "{",
-        '"name"',
-        ': "clock"',
-        ', "id"',
-        ": 3",
-        ", ",
-        '"arguments"',
-        ': {"zone": "U"}',
-        "}</tool_call> and more",
-    )
-    before, behind = "".join(pieces[: place + 1]), "".join(pieces[place + 1 :])
-    parser = AnswerParser(AnswerStyle(FORMATS[family], [*SCHEMAS]))
-    mark = SAID[family][: SAID[family].index("{")] if family != "mistral 11" else "[TOOL_CALLS]"
-    parts = [*parser.add(f"{mark}{before}{letter}{behind}"), *parser.add("", is_end=True)]
-    assert "".join(part.text for part in parts if part.kind == "content").endswith(letter + behind)
-    assert [part.text for part in parts if part.kind == "name"] == ["clock"] * (place >= 2 and family != "mistral 11")
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_call_that_has_not_ended_is_the_text_from_its_mark_on(kind) -> None:
-    said = SAID[kind]
-    for end in range(said.index('{"zone"') + 1, said.index('T"}')):
-        parser = AnswerParser(AnswerStyle(FORMATS[kind], [*SCHEMAS]))
-        parts = [*parser.add(said[:end]), *parser.add("", is_end=True)]
-        content = "".join(part.text for part in parts if part.kind == "content")
-        assert parser.unfinished and content + parser.unfinished == said[:end].removeprefix("<|python_tag|>")
-
-
-PIECES = {
-    **SAID,
-    "no call": "plain <tool text < [TOOL </think> and {",
-    "another tool": '<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call> bye',
-    "no json": "<tool_call>\nnot json [TOOL_CALLS] no",
-    "cut": '<tool_call>\n{"name": "clock", "arguments": {"zone": "U',
-    "a person": '{"name": "Bob", "age": 3} is an object',
-    "an object": '{"zone": {"a": [1, "}"]}}',
-    "a string": '{"name": "clock", "arguments": "{\\"zone\\": 1}"}',
-    "arguments first": '{"arguments": {"a": null}, "id": 3, "name": "clock"}',
-    "no arguments": '{"name": "clock"} and more',
-    "broken": '{"name": "clock", "arguments": {"a": 1}, oops',
-    "no colon": '{"name" = "clock", "arguments": {}}',
-    "no string": '{"name": "cl\\ock", "arguments": {}}',
-    "a number as name": '{"name": 3, "arguments": {}}',
-    "thoughts": "<think>one\n\n</think>\n\n\n two</think>",
-    "only thoughts": "<think>\none </thin",
-    "marks alone": "[TOOL_CALLS]",
-}
-
-
-@each("text", PIECES.values())
-def test_an_answer_in_pieces_is_the_answer_as_a_whole(text, family) -> None:
-    style = AnswerStyle(FORMATS[family], [*SCHEMAS], Reasoning("<think>", "</think>"))
-
-    def parsed(pieces: list[str]) -> tuple[list[Part], str]:
-        parser, parts = AnswerParser(style), list[Part]()
-        for part in [*(part for piece in pieces for part in parser.add(piece)), *parser.add("", is_end=True)]:
-            if parts and part.kind != "name" and (part.kind, part.call) == (parts[-1].kind, parts[-1].call):
-                parts[-1] = part._replace(text=parts[-1].text + part.text)
-            else:
-                parts.append(part)
-        return parts, parser.unfinished
-
-    whole, draw = parsed([text]), random.Random(0)
-    assert parsed([*text]) == whole
-    for _ in range(10):
-        cuts = sorted(draw.sample(range(len(text) + 1), 5))
-        assert parsed([text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
-    if not [part for part in whole[0] if part.kind in ("name", "reasoning")]:
-        assert "".join(part.text for part in whole[0]) == text  # what is no call is content, and nothing is lost
-
-
-def test_reasoning_marks_come_from_the_template() -> None:
-    assert reasoning_of("{% if x %}</think>{% endif %}") == ("<think>", "</think>", "")
-    assert reasoning_of("[THINK]{{ m }}[/THINK]") == ("[THINK]", "[/THINK]", "") and reasoning_of("think") is None
+async def test_reasoning_before_a_call_reaches_the_template_of_gpt_oss(tmp_path, calls_of) -> None:
+    text = f"{HEAD}{TURN}{TAIL}{{# <|channel|>final<|message|> #}}"
+    service: Any = open_service(models.generator(tmp_path / "tiny", own=models.tokenizer(text, CHANNELS)))
+    seen = calls_of(service.session, "chat_ids")
+    call = {"type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    async with serving(service) as http:
+        for content, thinking in ((None, "Hm."), ("Let me see.", None)):  # the template refuses both of them
+            turn = {"role": "assistant", "content": content, "reasoning_content": "Hm.", "tool_calls": [call]}
+            body = {"messages": [*ASKED, turn], "max_tokens": 1}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+            assert seen.pop().args[0][1].get("thinking") == thinking

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastformer.generation.constraints import WHITE_SPACE
+from fastformer.generation.tagged_calls import FUNCTION, argument_rules
 
 
 class ToolFormat(NamedTuple):
@@ -23,6 +24,8 @@ class ToolFormat(NamedTuple):
         is_list: whether calls are a JSON list.
         behind_name: the mark between the name of a tool and its arguments, if a call is no object; "": it is one.
         id_length: the number of characters in the id of a call, if the template requires one; 0: any number.
+        has_tags: whether arguments are tags; see `tagged_calls`.
+        has_channels: whether calls are messages to a channel; see `answers.ChannelParser`.
     """
 
     signs: tuple[str, ...]
@@ -32,10 +35,14 @@ class ToolFormat(NamedTuple):
     is_list: bool = False
     behind_name: str = ""
     id_length: int = 0
+    has_tags: bool = False
+    has_channels: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
         """The marks of the format, which may be special tokens."""
+        if self.has_channels:
+            return CHANNEL_MARKS
         return tuple(mark for mark in (self.begin, self.end, self.behind_name) if mark)
 
     def prefix(self, names: Sequence[str]) -> str:
@@ -63,11 +70,17 @@ class ToolFormat(NamedTuple):
         """
         rules = []
         has_name = is_begun or answer is not None or len(schemas) > 1
+        behind_name = _marked(self.behind_name, special)
+        if is_begun and self.has_channels:  # a model writes one of these
+            told = _marked("<|channel|>commentary json<|message|>", special)
+            behind_name = f"({behind_name} | {_marked('<|message|>', special)} | {told})"
         for place, (name, schema) in enumerate(schemas.items()):
-            rules.append(f"args_{place}: {_json(schema)}")
+            rules += argument_rules(schema, place) if self.has_tags else [f"args_{place}: {_json(schema)}"]
             if self.behind_name:
-                before = [_quoted(name), _mark(self.behind_name, special)] if has_name else []
+                before = [_quoted(name), behind_name] if has_name else []
                 rules.append(f"call_{place}: {' '.join([*before, f'args_{place}'])}")
+            elif self.has_tags:
+                rules.append(f'call_{place}: {_quoted(f"{FUNCTION}{name}>" + chr(10))} args_{place} "</function>"')
             else:
                 rules.append(f'call_{place}: {_quoted(self._head(name))} args_{place} "}}"')
         call = f"call: {' | '.join(f'call_{place}' for place in range(len(schemas)))}"
@@ -76,14 +89,14 @@ class ToolFormat(NamedTuple):
         elif self.begin and not self.behind_name:
             around = f'"\\n" call {_quoted(chr(10) + self.end)}'
             if is_begun:
-                around = f'"\\n"? call "\\n"? {_mark(self.end, special)}'
+                around = f'"\\n"? call "\\n"? {_marked(self.end, special)}'
             again = f"({_quoted(chr(10) + self.begin)} {around})*" if is_parallel and not is_begun else ""
             start = f"start: {around} {again}"
         else:
             start = "start: call"
         if answer is not None:
             calls = start.replace("start", "calls", 1)
-            start = f"start: answer | {_mark(self.begin, special)} calls\nanswer: {_json(answer)}\n{calls}"
+            start = f"start: answer | {_marked(self.begin, special)} calls\nanswer: {_json(answer)}\n{calls}"
         return "\n".join(["%llguidance {}", start, call, *rules])
 
     def begins(self, names: Collection[str]) -> dict[str, str]:
@@ -91,6 +104,8 @@ class ToolFormat(NamedTuple):
 
         A format without a mark has the beginning of each tool's call, up to its arguments.
         """
+        if self.has_channels:
+            return {self.begin: "", "<|start|>assistant to=functions.": ""}
         if self.begin:
             return {self.begin: ""}
         return {f"{tag}{self._head(name)}": self._head(name) for name in names for tag in ("", PYTHON_TAG)}
@@ -100,24 +115,28 @@ class ToolFormat(NamedTuple):
         return f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
 
 
+CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
 # The first format whose signs a template has.
 FORMATS = {
+    "gpt-oss": ToolFormat(
+        ("<|channel|>commentary",), "<|channel|>commentary to=functions.",
+        behind_name=" <|constrain|>json<|message|>", has_channels=True,
+    ),
+    "tags": ToolFormat(("<tool_call>", "<function=", "<parameter="), "<tool_call>", "</tool_call>", has_tags=True),
     "mistral 11": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", behind_name="[ARGS]", id_length=9),
     "mistral": ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS]", is_list=True, id_length=9),
     "hermes": ToolFormat(("<tool_call>",), "<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, too
     "phi 4": ToolFormat(("<|tool_call|>",), "<|tool_call|>", "<|/tool_call|>", is_list=True),
     "llama 3": ToolFormat(("<|start_header_id|>",), arguments="parameters"),
     "json": ToolFormat(()),  # of a template that tells the model its tools in words, such as those for Gemma 3
-}
+}  # fmt: skip
 # Marks of formats that aren't in the table. Text around them would be taken for content.
 _UNKNOWN = (
-    "<start_function_call>",
-    "<function=",
-    "<|START_ACTION|>",
-    "<｜tool▁calls▁begin｜>",
-    "functools[",
-    "<|channel|>",
-)
+    "<start_function_call>", "<function=", "<function name=", "<|START_ACTION|>", "<｜tool▁calls▁begin｜>", "｜DSML｜",
+    "functools[", "<|channel|>", "<|tool_call>call:", "<|tool_call:", "<|tool_calls_section_begin|>",
+    "<|tool_list_start|>", "<|tool_call_start|>", "<|tools_prefix|>", "<tool_calls", ":tool_call>", "<TOOLCALL>",
+    "<arg_key>", "invoke name=", ">>>",
+)  # fmt: skip
 PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it in front of a call
 
 
@@ -126,7 +145,8 @@ class Reasoning(NamedTuple):
 
     Attributes:
         begin, end: the marks around it.
-        direct: the mark in front of an answer without reasoning; "": there is none.
+        direct: of a model whose answers are messages to channels (`answers.ChannelParser`): the beginning of the one
+            that has the content; "": of other models.
     """
 
     begin: str
@@ -139,8 +159,8 @@ REASONING = (
     Reasoning("<think>", "</think>"),
     Reasoning("[THINK]", "[/THINK]"),
     Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
-    # gpt-oss: messages to other channels than the final one may follow the analysis, and belong to it.
-    Reasoning("<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{_FINAL}", _FINAL),
+    Reasoning("<|channel>thought\n", "<channel|>"),  # Gemma 4
+    Reasoning("<|channel|>analysis<|message|>", "<|end|>", _FINAL),  # gpt-oss
 )
 
 
@@ -152,9 +172,11 @@ def format_of(template: str) -> ToolFormat:
     """
     if not re.search(r"\btools\b", template):
         raise ValueError("expected no tools: the model's chat template doesn't read them")
-    if (mark := next((mark for mark in _UNKNOWN if mark in template), None)) is not None:
+    found = next(one for one in FORMATS.values() if all(sign in template for sign in one.signs))
+    unknown = () if found.has_tags or found.has_channels else _UNKNOWN
+    if (mark := next((mark for mark in unknown if mark in template), None)) is not None:
         raise ValueError(f"expected no tools: the model writes calls in a format that isn't supported, with {mark}")
-    return next(one for one in FORMATS.values() if all(sign in template for sign in one.signs))
+    return found
 
 
 def reasoning_of(template: str) -> Reasoning | None:
@@ -171,5 +193,8 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _mark(mark: str, special: Mapping[str, int]) -> str:
-    return f"<[{special[mark]}]>" if mark in special else _quoted(mark)
+def _marked(text: str, special: Mapping[str, int]) -> str:
+    """Returns the rule of a text with marks, some of which are special tokens."""
+    names = "|".join(map(re.escape, special))
+    parts = re.split(f"({names})", text) if special else [text]
+    return " ".join(f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts if part)
