@@ -27,6 +27,7 @@ _OPTIONS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed",
     "prompt_lookup_num_tokens", "cache_dtype",
 )  # fmt: skip
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"  # of a terminal
 _HELP = "/reset begins anew, /quit or Ctrl-D leaves, Ctrl-C ends an answer; // begins a line that begins with /"
 
 
@@ -56,8 +57,8 @@ def chat(
     """Chats with a language model.
 
     Each line is what you say, and its answer is printed as it is made. Ctrl-C ends an answer, and Ctrl-D the
-    conversation; a line of /reset begins a new one. If standard input is not a terminal, its lines are the turns of one
-    conversation, and only the answers are printed.
+    conversation; a line of /reset begins a new one. A terminal also shows the model's reasoning, dimmed. If standard
+    input is not a terminal, its lines are the turns of one conversation, and only the answers are printed.
 
     Args:
         run: the folder of a model that was trained to chat, as transformers saves it: with a chat template
@@ -137,13 +138,18 @@ def _lines(is_shown: bool) -> Iterator[str]:
 
 def _answer(talk: Chat, text: str, is_shown: bool) -> None:
     """Prints the answer while it is made. On a terminal an error of one turn doesn't end the conversation."""
+    is_dim = False
     try:
-        pieces = talk.stream(text)
+        parts = talk.parts(text)
         with _interrupts(is_shown) as was_pressed:
-            for piece in pieces:
-                print(shown(piece, sys.stdout), end="", flush=True)
+            for part in parts:
+                if is_shown and is_dim != (part.kind == "reasoning"):
+                    is_dim = not is_dim
+                    print(_DIM if is_dim else f"{_PLAIN}\n\n", end="")
+                if is_shown or part.kind == "content":
+                    print(shown(part.text, sys.stdout), end="", flush=True)
                 if was_pressed.is_set():
-                    pieces.close()
+                    parts.close()
                     break
         print(flush=True)
     except KeyboardInterrupt:  # pressed twice, or while a long prompt was read
@@ -154,6 +160,9 @@ def _answer(talk: Chat, text: str, is_shown: bool) -> None:
         if not is_shown:
             raise
         print(f"fastformer: {error}", file=sys.stderr)
+    finally:
+        if is_dim:
+            print(_PLAIN, end="", flush=True)
 
 
 @contextlib.contextmanager

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
+from fastformer.generation.answers import Part, parser_of, style_behind
 from fastformer.generation.chat_template import ChatTemplate, TemplateTokenizer
 from fastformer.generation.config import CacheDtype, GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.constraints import Vocabulary
 from fastformer.generation.folder_options import load_draft_model, load_language_model
 from fastformer.generation.generator import Generator
 from fastformer.generation.model_protocols import Model, is_decoder_only
-from fastformer.generation.streaming import TextPieces
+from fastformer.generation.streaming import Marked, TextPieces, behind_ends
+from fastformer.generation.tool_formats import reasoning_of
 from fastformer.requests import Load
 from fastformer.special_ids import SpecialIds
 
@@ -44,6 +46,8 @@ class Chat:
     Each turn's prompt is the whole conversation, so it begins with the previous prompt. The model reads this common
     beginning once (`Generator`): a turn costs only the tokens since the last one, however long the system prompt is.
 
+    If the model reasons before it answers, its reasoning is no part of the answer: `parts` has both.
+
     Args:
         model: a `models.GPT`.
         tokenizer: the tokenizer of the model's folder.
@@ -55,7 +59,8 @@ class Chat:
         max_bytes, draft_model, adapters: see `Generator`.
 
     Attributes:
-        messages: the conversation so far, in the format of templates. You may change it between turns.
+        messages: the conversation so far, in the format of templates. You may change it between turns. An answer's
+            "reasoning_content" is the model's reasoning.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -95,6 +100,7 @@ class Chat:
             raise ValueError(f"expected a language model, got {type(model).__name__}, which reads a source")
         self.tokenizer: TemplateTokenizer = tokenizer
         self._decoder = tokenizer
+        self._reasoning = reasoning_of(self.template.source)
         self.config = config or GenerationConfig()
         self.drop_oldest, self.system = drop_oldest, system
         self._max_len = int(self._generator.model.config.max_len)
@@ -153,7 +159,11 @@ class Chat:
         return "".join(self.stream(text, **options))
 
     def stream(self, text: str, **options: Unpack[GenerationOptions]) -> Pieces:
-        """Answers a user's message, piece by piece.
+        """Answers a user's message, piece by piece, without the model's reasoning; see `parts`."""
+        return self._contents(self.parts(text, **options))
+
+    def parts(self, text: str, **options: Unpack[GenerationOptions]) -> PythonGenerator[Part, None, None]:
+        """Answers a user's message by parts, each of a kind: "reasoning" or "content".
 
         Closing the iterator ends the answer; the part that was generated stays in the conversation.
 
@@ -172,28 +182,54 @@ class Chat:
             raise ValueError("expected neither beams nor several samples: a conversation has one answer")
         message = {"role": "user", "content": text}
         ids, config = self._prompt(message, config)
-        return self._pieces(message, ids, config)
+        return self._parts(message, ids, config)
 
-    def _pieces(self, message: dict[str, Any], ids: list[int], config: GenerationConfig) -> Pieces:
-        is_over, begin, answer = False, list[int](), list[str]()
-        if config.constraint is not None:
+    @staticmethod
+    def _contents(parts: PythonGenerator[Part, None, None]) -> Pieces:
+        with contextlib.closing(parts):
+            for part in parts:
+                if part.kind == "content":
+                    yield part.text
+
+    def _parts(
+        self, message: dict[str, Any], ids: list[int], config: GenerationConfig
+    ) -> PythonGenerator[Part, None, None]:
+        is_over, begin, told = False, list[int](), list[Part]()
+        is_constrained = config.constraint is not None
+        if is_constrained:
             begin = Vocabulary.of(self._decoder, self._generator.model.config.vocab_size).anchor
-        text = TextPieces(self._decoder, begin, is_told=bool(begin), stop=config.stop_strings)
+        prompt = behind_ends(ids, self._ends)
+        style, first = style_behind(prompt, self._decoder, self._reasoning, is_constrained=is_constrained)
+        if first:
+            ids = [*ids, *self.tokenizer.encode_template(first)]
+            most = self._max_len - len(ids)
+            config = replace(config, max_new_tokens=min(config.max_new_tokens or most, most))
+        parser, decoder = parser_of(style), Marked.of(self._decoder, style.marks)
+        text = TextPieces(decoder, begin, is_told=bool(begin), stop=config.stop_strings)
         tokens = self._generator.stream(ids, config, tokenizer=self._decoder)
         try:
             with contextlib.closing(tokens):
                 for token in tokens:
-                    if piece := text.add([token]):
-                        answer.append(piece)
-                        yield piece
-            if piece := text.end():
-                answer.append(piece)
-                yield piece
+                    for part in parser.add(text.add([token])):
+                        told.append(part)
+                        yield part
+            for part in parser.add(text.end(), is_end=True):
+                told.append(part)
+                yield part
             is_over = True
         finally:
-            if answer or is_over:
+            if told or is_over:
                 self._turns += 1
-                self.messages += [message, {"role": "assistant", "content": "".join(answer)}]
+                content, reasoning = (
+                    "".join(part.text for part in told if part.kind == kind) for kind in ("content", "reasoning")
+                )
+                answer = {"role": "assistant", "content": content}
+                self.messages += [message, answer | ({"reasoning_content": reasoning} if reasoning else {})]
+                if is_over and reasoning and not content:
+                    logger.warning(
+                        "the model was still reasoning after %d new tokens; max_new_tokens allows more",
+                        config.max_new_tokens,
+                    )
 
     def reset(self) -> None:
         """Forgets the conversation, except for the system prompt."""

@@ -21,9 +21,11 @@ import fastformer.generation
 from fastformer import Chat
 from fastformer.cli import main
 from fastformer.console import printable
+from fastformer.generation.answers import Part
 from tests.checkpoints import decoders
 from tests.generation.chat_templates import CHATML
 from tests.generation.test_chat import with_template
+from tests.serving import models
 
 pytest.importorskip("jinja2", reason="the jinja2 library is not installed")
 
@@ -165,14 +167,39 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, answers, mon
     assert "512 positions" in error and "/reset" in error
 
 
+def test_only_a_terminal_shows_reasoning(tmp_path, typed, monkeypatch, ran) -> None:
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<think>\n{# </think> #}"
+    own = models.tokenizer(template, ("<think>", "</think>"))
+    folder = models.generator(tmp_path / "tiny", own=own)
+
+    def parts(chat: Chat, text: str) -> Iterator[Part]:
+        yield from (
+            Part("reasoning", "so\x1b"),
+            Part("reasoning", " it is"),
+            Part("content", "Ye"),
+            Part("content", "s."),
+        )
+
+    monkeypatch.setattr(Chat, "parts", parts)
+    typed("two")
+    assert ran("chat", str(folder), *FEW).out == "Yes.\n"
+    lines, screen = iter(["two"]), Terminal()
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/quit"))
+    assert main(["chat", str(folder), *FEW]) == 0
+    dim, rest = screen.getvalue().split(" it is")
+    assert dim.startswith("\x1b[2mso") and dim.count("\x1b") == 1 and rest == "\x1b[0m\n\nYes.\n"
+
+
 def test_ctrl_c_on_a_pipe_ends_the_command(folder, typed, monkeypatch) -> None:
     asked = []
 
-    def stream(chat: Chat, text: str) -> Iterator[str]:
+    def parts(chat: Chat, text: str) -> Iterator[str]:
         asked.append(text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Chat, "stream", stream)
+    monkeypatch.setattr(Chat, "parts", parts)
     typed(*TEXTS)
     assert main(["chat", str(folder), *FEW]) == 130 and asked == TEXTS[:1]
 

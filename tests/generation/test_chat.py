@@ -19,6 +19,7 @@ from fastformer.generation.folder_options import folder_options
 from tests.checkpoints import decoders
 from tests.generation.chat_templates import CHATML, MISTRAL
 from tests.generation.small import needs_cpp
+from tests.serving import models
 
 pytest.importorskip("jinja2", reason="the jinja2 library is not installed")
 
@@ -130,6 +131,64 @@ def test_options_are_those_of_the_folder_and_flags_win(folders, tmp_path, caplog
             chat.ask("two", **wrong)
     with pytest.raises(ValueError, match="max_length"):
         Chat.from_pretrained(folder).ask("two birds " * 30)
+
+
+def saying(chat: Chat, text: str) -> Callable[[Any, Any], Any]:
+    """Returns a processor with which a model says a text, and then ends its turn."""
+    said, first = [*chat.tokenizer.encode_template(text), chat.tokenizer.encode_template("<|im_end|>")[0]], list[int]()
+
+    def process(ids: Any, scores: Any) -> Any:
+        first[:] = first or [ids.shape[1]]
+        scores[:, said[ids.shape[1] - first[0]]] = 1e9
+        return scores
+
+    return process
+
+
+CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+WRITTEN = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("template", "marks", "said", "reasoning", "content"), [
+    (WRITTEN + "<think>\n{# </think> #}", ("<think>", "</think>"), "a <b\nc\n</think>\n\nYes.", "a <b\nc", "Yes."),
+    (WRITTEN + "{# </think> #}", ("<think>", "</think>"), "<think>\na\n</think>\n\nYes.", "a", "Yes."),
+    (WRITTEN + "{# </think> #}", ("<think>", "</think>"), "Yes.", None, "Yes."),
+    (WRITTEN + "<think>\n{# </think> #}", ("<think>", "</think>"), "and so", "and so", ""),
+    (WRITTEN + "{# <|channel>thought\n<channel|> #}", ("<|channel>", "<channel|>"),
+     "<|channel>thought\na<channel|>Yes.", "a", "Yes."),
+    (WRITTEN + "{# <|channel|>final<|message|> #}", CHANNELS,
+     "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "a", "Yes."),
+])  # fmt: skip
+def test_reasoning_is_no_part_of_an_answer(template, marks, said, reasoning, content, tmp_path, caplog) -> None:
+    folder = models.generator(tmp_path / "tiny", own=models.tokenizer(template, marks))
+    chat = Chat.from_pretrained(folder, max_new_tokens=200)
+    process = saying(chat, said)
+    parts = [*chat.parts("two", logits_processor=process)]
+    assert "".join(part.text for part in parts if part.kind == "reasoning") == (reasoning or "")
+    assert "".join(part.text for part in parts if part.kind == "content") == content
+    answer = {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
+    assert chat.messages == [{"role": "user", "content": "two"}, answer]
+    assert ("max_new_tokens" in caplog.text) == (not content)
+    chat.reset()
+    assert chat.ask("two", logits_processor=saying(chat, said)) == content
+    chat.reset()
+    assert "".join(chat.stream("two", logits_processor=saying(chat, said))) == content
+
+
+def test_a_constraint_holds_behind_the_reasoning(tmp_path) -> None:
+    pytest.importorskip("llguidance", reason="the llguidance library is not installed")
+    own = models.tokenizer(WRITTEN + "<think>\n{# </think> #}", ("<think>", "</think>"))
+    chat = Chat.from_pretrained(models.generator(tmp_path / "tiny", own=own), max_new_tokens=20)
+    seen = list[list[int]]()
+
+    def process(ids: Any, scores: Any) -> Any:
+        seen.append(ids[0].tolist())
+        return scores
+
+    assert chat.ask("two", regex="[ab]{3}", logits_processor=process).strip("ab") == ""
+    end = chat.tokenizer.encode_template("</think>\n\n")
+    assert seen[0][-len(end) :] == end
+    assert chat.messages[-1].keys() == {"role", "content"}
 
 
 def test_every_end_ends_an_answer(folders) -> None:
