@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from fastformer.generation.bare_calls import CALL, BareCall
 from fastformer.generation.streaming import Marked
 from fastformer.generation.tagged_calls import FUNCTION, TaggedCall
 from fastformer.generation.tool_formats import CHANNEL_MARKS, PYTHON_TAG, Reasoning, ToolFormat
@@ -81,7 +82,7 @@ class AnswerParser:
     def __init__(self, style: AnswerStyle) -> None:
         self._style, self._text = style, ""
         self._state: Literal["start", "reasoning", "content", "calls", "call"] = "start"
-        self._call: JsonCall | TaggedCall = JsonCall()
+        self._call: JsonCall | TaggedCall | BareCall = JsonCall()
         self._skipped: list[str] = []  # the pieces of the text since the last call, which may turn out to be content
         self._has_reasoned = False
         self._is_stripped = False  # whether the white space at the beginning doesn't count
@@ -182,17 +183,20 @@ class AnswerParser:
                 self._skipped.append(f"{name}{form.behind_name}")
                 self._text, self._call, self._state = behind, JsonCall(name.strip()), "call"
                 return True
-        elif form.has_tags:
-            if not is_end and FUNCTION.startswith(text):
-                return False
-            if text.startswith(FUNCTION):
-                self._call, self._state = TaggedCall(self._style.schemas), "call"
+        else:
+            begin = {"json": "{", "tags": FUNCTION, "bare": CALL}[form.syntax]
+            if text.startswith(begin):
+                self._call, self._state = self._new_call(form), "call"
                 return True
-        elif text[0] == "{":
-            self._call, self._state = JsonCall(), "call"
-            return True
+            if not is_end and begin.startswith(text):
+                return False
         self._to_content(parts)
         return True
+
+    def _new_call(self, form: ToolFormat) -> JsonCall | TaggedCall | BareCall:
+        if form.syntax == "json":
+            return JsonCall()
+        return BareCall() if form.syntax == "bare" else TaggedCall(self._style.schemas)
 
     def _skip(self, count: int) -> bool:
         self._skipped.append(self._text[:count])

@@ -5,13 +5,15 @@ A format is recognised by what the chat template writes.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from fastformer.generation import bare_calls, tagged_calls
 from fastformer.generation.constraints import WHITE_SPACE
-from fastformer.generation.tagged_calls import FUNCTION, argument_rules
+from fastformer.generation.tagged_calls import FUNCTION
 
 
 class ToolFormat(NamedTuple):
@@ -24,7 +26,7 @@ class ToolFormat(NamedTuple):
         is_list: whether calls are a JSON list.
         behind_name: the mark between the name of a tool and its arguments, if a call is no object; "": it is one.
         id_length: the number of characters in the id of a call, if the template requires one; 0: any number.
-        has_tags: whether arguments are tags; see `tagged_calls`.
+        syntax: "json", or that of calls whose arguments are tags (`tagged_calls`) or have bare keys (`bare_calls`).
         has_channels: whether calls are messages to a channel; see `answers.ChannelParser`.
     """
 
@@ -35,7 +37,7 @@ class ToolFormat(NamedTuple):
     is_list: bool = False
     behind_name: str = ""
     id_length: int = 0
-    has_tags: bool = False
+    syntax: Literal["json", "tags", "bare"] = "json"
     has_channels: bool = False
 
     @property
@@ -43,7 +45,8 @@ class ToolFormat(NamedTuple):
         """The marks of the format, which may be special tokens."""
         if self.has_channels:
             return CHANNEL_MARKS
-        return tuple(mark for mark in (self.begin, self.end, self.behind_name) if mark)
+        quote = bare_calls.QUOTE if self.syntax == "bare" else ""
+        return tuple(mark for mark in (self.begin, self.end, self.behind_name, quote) if mark)
 
     def prefix(self, names: Sequence[str]) -> str:
         """Returns the text that an answer begins with if it has to call one of some tools."""
@@ -75,17 +78,28 @@ class ToolFormat(NamedTuple):
             told = _marked("<|channel|>commentary json<|message|>", special)
             behind_name = f"({behind_name} | {_marked('<|message|>', special)} | {told})"
         for place, (name, schema) in enumerate(schemas.items()):
-            rules += argument_rules(schema, place) if self.has_tags else [f"args_{place}: {_json(schema)}"]
+            if self.syntax == "tags":
+                rules += tagged_calls.argument_rules(schema, place)
+            elif self.syntax == "bare":
+                rules += bare_calls.argument_rules(schema, place, functools.partial(_marked, special=special))
+            else:
+                rules.append(f"args_{place}: {_json(schema)}")
             if self.behind_name:
                 before = [_quoted(name), behind_name] if has_name else []
                 rules.append(f"call_{place}: {' '.join([*before, f'args_{place}'])}")
-            elif self.has_tags:
+            elif self.syntax == "bare":
+                rules.append(f"call_{place}: {_quoted(f'{bare_calls.CALL}{name}')} args_{place}")
+            elif self.syntax == "tags":
                 rules.append(f'call_{place}: {_quoted(f"{FUNCTION}{name}>" + chr(10))} args_{place} "</function>"')
             else:
                 rules.append(f'call_{place}: {_quoted(self._head(name))} args_{place} "}}"')
         call = f"call: {' | '.join(f'call_{place}' for place in range(len(schemas)))}"
         if self.is_list:
             start = 'start: " "? "[" call (", " call)* "]"' if is_parallel else 'start: " "? "[" call "]"'
+        elif self.syntax == "bare":
+            around = f"call {_marked(self.end, special)}"
+            is_one = is_begun or not is_parallel
+            start = f"start: {around}" + ("" if is_one else f" ({_marked(self.begin, special)} {around})*")
         elif self.begin and not self.behind_name:
             around = f'"\\n" call {_quoted(chr(10) + self.end)}'
             if is_begun:
@@ -122,7 +136,8 @@ FORMATS = {
         ("<|channel|>commentary",), "<|channel|>commentary to=functions.",
         behind_name=" <|constrain|>json<|message|>", has_channels=True,
     ),
-    "tags": ToolFormat(("<tool_call>", "<function=", "<parameter="), "<tool_call>", "</tool_call>", has_tags=True),
+    "tags": ToolFormat(("<tool_call>", "<function=", "<parameter="), "<tool_call>", "</tool_call>", syntax="tags"),
+    "gemma 4": ToolFormat(("<|tool_call>call:",), "<|tool_call>", "<tool_call|>", syntax="bare"),
     "mistral 11": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", behind_name="[ARGS]", id_length=9),
     "mistral": ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS]", is_list=True, id_length=9),
     "hermes": ToolFormat(("<tool_call>",), "<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, too
@@ -133,7 +148,7 @@ FORMATS = {
 # Marks of formats that aren't in the table. Text around them would be taken for content.
 _UNKNOWN = (
     "<start_function_call>", "<function=", "<function name=", "<|START_ACTION|>", "<｜tool▁calls▁begin｜>", "｜DSML｜",
-    "functools[", "<|channel|>", "<|tool_call>call:", "<|tool_call:", "<|tool_calls_section_begin|>",
+    "functools[", "<|channel|>", "<|tool_call:", "<|tool_calls_section_begin|>",
     "<|tool_list_start|>", "<|tool_call_start|>", "<|tools_prefix|>", "<tool_calls", ":tool_call>", "<TOOLCALL>",
     "<arg_key>", "invoke name=", ">>>",
 )  # fmt: skip
@@ -173,7 +188,7 @@ def format_of(template: str) -> ToolFormat:
     if not re.search(r"\btools\b", template):
         raise ValueError("expected no tools: the model's chat template doesn't read them")
     found = next(one for one in FORMATS.values() if all(sign in template for sign in one.signs))
-    unknown = () if found.has_tags or found.has_channels else _UNKNOWN
+    unknown = () if found.syntax != "json" or found.has_channels else _UNKNOWN
     if (mark := next((mark for mark in unknown if mark in template), None)) is not None:
         raise ValueError(f"expected no tools: the model writes calls in a format that isn't supported, with {mark}")
     return found

@@ -52,6 +52,10 @@ FAMILIES: dict[str, tuple[str, list[str], list[str]]] = {
         template("<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
                  "{{ c.function.arguments | tojson }}<|call|>"), [*CHANNELS], [],
     ),
+    "gemma 4": (
+        template("<|tool_call>call:{{ c.function.name }}{{ '{' }}{% for k, v in c.function.arguments | items %}{{ k }}:"
+                 "<|\"|>{{ v }}<|\"|>{% endfor %}}<tool_call|>"), ["<|tool_call>", "<tool_call|>", '<|"|>'], [],
+    ),
     "tags": (
         template("<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
                  "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"),
@@ -356,7 +360,7 @@ def test_a_template_decides_the_format() -> None:
     for name, (text, _, _) in FAMILIES.items():
         assert format_of(text) is FORMATS[name]
     for text in ("{{ messages }}", "{{ tools }}<start_function_call>", "{{ tools }}<tool_call><function=x>",
-                 "{{ tools }}<|channel|>final", "{{ tools }}<|tool_call>call:",
+                 "{{ tools }}<|channel|>final", "{{ tools }}<tool_calls>",
                  "{{ tools }}<tool_call><arg_key>"):  # fmt: skip
         with pytest.raises(ValueError, match="tools"):
             format_of(text)

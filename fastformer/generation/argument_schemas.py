@@ -1,0 +1,135 @@
+"""The schemas of arguments that a model doesn't write as JSON: what a value may be, and rules of unquoted texts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fastformer.generation.constraints import WHITE_SPACE
+
+_ANY_TEXT = "(?s:.*)"
+_DAYS = "(0[1-9]|1[0-9]|2[0-9])"
+_DATE = f"[0-9]{{4}}-(02-{_DAYS}|(0[469]|11)-({_DAYS}|30)|(0[13578]|1[02])-({_DAYS}|30|31))"
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+\-]{_HOUR})"
+_FORMATS = {
+    "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "email": r"[^@\s]+@[^@\s]+",
+    "uri": r"[A-Za-z][A-Za-z0-9+.\-]*:[^\s]+", "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+}  # fmt: skip
+_NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
+_OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
+                         "strict", *_NOTES))  # fmt: skip
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some templates write values
+
+
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the schemas of an object's properties.
+
+    Raises:
+        ValueError: the schema has more than properties.
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if isinstance(properties, dict) and isinstance(required, list) and schema.get("type", "object") == "object":
+        unknown = [*(schema.keys() - _OF_OBJECTS), *(name for name in required if name not in [*properties])]
+        if not unknown:
+            return properties
+        raise ValueError(f"expected the schema of an object with its properties, got one with {unknown!r:.80}")
+    raise ValueError(f"expected the schema of an object with its properties, got {schema!r:.80}")
+
+
+def json_rule(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Returns the rule of JSON that matches a part of a schema."""
+    defined = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    limited = {**schema, **defined, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return f"%json {json.dumps(limited, ensure_ascii=False)}"
+
+
+def alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+    """Yields schemas, any of which a value has: texts and other values apart."""
+    if schema is True or schema == {}:
+        schema = {"type": ["string", "object", "array", "number", "boolean", "null"]}
+    lists = [schema[name] for name in ("anyOf", "oneOf", "enum") if name in schema] if isinstance(schema, dict) else [0]
+    if depth > 20 or not all(isinstance(one, list) and one for one in lists):
+        raise ValueError(f"expected the schema of an argument, got {schema!r:.80}")
+    for name in ("anyOf", "oneOf"):
+        if name in schema:
+            if unknown := schema.keys() - {name} - _NOTES:
+                raise ValueError(f"expected {name} alone in the schema of an argument, got {sorted(unknown)} beside it")
+            for one in schema[name]:
+                yield from alternatives(one, root, depth + 1)
+            return
+    if "$ref" in schema and (found := _target(schema["$ref"], root)) is not None:
+        yield from alternatives(found, root, depth + 1)
+        return
+    types = schema.get("type")
+    if not isinstance(types, list) or "enum" in schema or "const" in schema:
+        yield schema
+        return
+    if "string" in types:
+        yield schema | {"type": "string"}
+    if others := [kind for kind in types if kind != "string"]:
+        yield schema | {"type": others}
+
+
+def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+    """Returns what a reference within the schema of all arguments names; None: it is another one."""
+    place: Any = root
+    for name in str(reference).removeprefix("#/").split("/"):
+        place = place.get(name) if isinstance(place, Mapping) else None
+    return place
+
+
+def expression(schema: Mapping[str, Any]) -> str:
+    """Returns a regular expression of the texts that match a schema.
+
+    Raises:
+        ValueError: it has more than one condition, or one that isn't known.
+    """
+    given = {name: value for name, value in schema.items() if name not in _NOTES and name != "type"}
+    if not given:
+        return _ANY_TEXT
+    if given.keys() <= {"minLength", "maxLength"}:
+        return f"(?s:.{{{given.get('minLength', 0)},{given.get('maxLength', '')}}})"
+    if given.keys() == {"format"} and (known := _FORMATS.get(given["format"])) is not None:
+        return known
+    if given.keys() == {"pattern"} and isinstance(given["pattern"], str):
+        pattern = given["pattern"]
+        begin = "" if pattern.startswith("^") else _ANY_TEXT
+        end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else _ANY_TEXT
+        return f"{begin}({pattern.removeprefix('^').removesuffix('' if end else '$')}){end}"
+    raise ValueError(f"expected texts among the arguments with one known condition, got {sorted(given)}: the model "
+                     "writes them without quotes")  # fmt: skip
+
+
+def slashed(expression: str) -> str:
+    """Returns a regular expression as it stands between slashes."""
+    return re.sub(r"\\.|/", lambda match: "\\/" if match[0] == "/" else match[0], expression, flags=re.DOTALL)
+
+
+def given_values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the values that a schema lists; None: it lists none."""
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
+
+
+def kinds(schema: Mapping[str, Any]) -> Sequence[str]:
+    """Returns the types that a schema allows."""
+    if (values := given_values(schema)) is not None:
+        return ["string" if isinstance(value, str) else "other" for value in values]
+    kind = schema.get("type", "other")
+    return kind if isinstance(kind, list) else [str(kind)]
+
+
+def as_json(value: str) -> str | None:
+    """Returns the JSON that a model has written, also as Python spells it; None: it is none."""
+    written = _PYTHON.get(value.strip(), value.strip())
+    try:
+        read = json.loads(written)
+    except (ValueError, RecursionError):
+        return None
+    return None if isinstance(read, float) and written.lstrip("-")[:1] in ("N", "I") else written  # NaN, Infinity
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
