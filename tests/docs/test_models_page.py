@@ -8,8 +8,8 @@ import pytest
 import transformers
 
 import fastformer
+from fastformer.checkpoints.gguf.architectures import ARCHITECTURES
 from fastformer.checkpoints.gguf.blocks import Kind
-from fastformer.checkpoints.gguf.models import ARCHITECTURES
 from fastformer.checkpoints.hf import FAMILIES
 from tests.checkpoints.present import PRESENT
 from tests.covering import each

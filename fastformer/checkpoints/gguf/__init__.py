@@ -2,7 +2,7 @@
 
 `file.py` reads the values and the tensors of a file, `blocks.py` has the kinds of numbers, `tokenizers.py` makes the
 tokenizer, `models.py` the model, and `write.py` writes a file. To add an architecture, add its line to `ARCHITECTURES`
-in `models.py`; its family must be one of `checkpoints.hf`.
+in `architectures.py`; its family must be one of `checkpoints.hf`.
 """
 
 from fastformer.checkpoints.gguf.blocks import Kind as Kind

@@ -12,11 +12,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastformer.checkpoints.gguf.architectures import ARCHITECTURES, GPT2_SETTINGS, MIXTRAL, SETTINGS, Architecture
 from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
 from fastformer.checkpoints.gguf.file import GGUF, Stored, first_value, read_gguf
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
@@ -32,114 +33,6 @@ from fastformer.models.weights import check_finite
 from fastformer.special_ids import SpecialIds
 
 _ARCHITECTURE = "general.architecture"
-_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-              "attn_output": "self_attn.o_proj"}  # fmt: skip
-_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_LLAMA = {**_ATTENTION, **_GATED, **_NORMS}
-_POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_OSS = {"attn_norm": "input_layernorm", "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"}
-_GEMMA2 = {**_LLAMA, **_POST, "ffn_norm": "pre_feedforward_layernorm"}
-# The tensors of all experts of a layer, each with the name of the matrix of one of them.
-_QWEN_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_MIXTRAL_EXPERTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
-_ROUTED = {**_ATTENTION, **_NORMS, "ffn_gate_inp": "mlp.gate"}
-_SHARED = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}  # fmt: skip
-_PHI2 = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.dense", "attn_norm": "input_layernorm", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
-}  # fmt: skip
-_BERT = {
-    "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
-    "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
-    "ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm",
-}  # fmt: skip
-
-
-class Architecture(NamedTuple):
-    """An architecture of GGUF.
-
-    Attributes:
-        kind: the model_type of the family in transformers.
-        layer: the names of a layer's modules, without "blk.0.", each with that in the family.
-        places: the names of the other modules, likewise.
-        prefix: what the family has in place of "blk.".
-        is_permuted: whether the rows of queries and keys are in the order of rotations of neighbours.
-        norms_have_one: whether the norms are stored plus 1.
-        is_turned: whether the family stores the matrices of its layers as (in, out).
-        experts: the tensors of all experts of a layer, each with the name of the matrix of one of them.
-        mixture: the family's name of what holds the experts.
-        is_written: whether `write_gguf` writes models of the family.
-    """
-
-    kind: str
-    layer: Mapping[str, str]
-    places: Mapping[str, str] = _GLOBAL
-    prefix: str = "model.layers."
-    is_permuted: bool = False
-    norms_have_one: bool = False
-    is_turned: bool = False
-    experts: Mapping[str, str] = {}
-    mixture: str = "mlp"
-    is_written: bool = True
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", _LLAMA, is_permuted=True),  # Mistral and SmolLM, too
-    "granite": Architecture("granite", _LLAMA, is_permuted=True, is_written=False),
-    "granitemoe": Architecture(
-        "granitemoe", {**_ATTENTION, **_NORMS, "ffn_gate_inp": "block_sparse_moe.router"}, is_permuted=True,
-        experts=_QWEN_EXPERTS, mixture="block_sparse_moe", is_written=False,
-    ),
-    "smollm3": Architecture("smollm3", _LLAMA, is_permuted=True, is_written=False),
-    "qwen2": Architecture("qwen2", _LLAMA),
-    "qwen2moe": Architecture("qwen2_moe", {**_ROUTED, **_SHARED}, experts=_QWEN_EXPERTS, is_written=False),
-    "qwen3moe": Architecture("qwen3_moe", {**_ROUTED, **_QK_NORMS}, experts=_QWEN_EXPERTS, is_written=False),
-    "olmoe": Architecture("olmoe", {**_ROUTED, **_QK_NORMS}, experts=_QWEN_EXPERTS, is_written=False),
-    "gpt-oss": Architecture(
-        "gpt_oss", {**_ATTENTION, **_POST, **_OSS},
-        experts=_QWEN_EXPERTS, is_written=False,
-    ),
-    "phi2": Architecture("phi", _PHI2, {**_GLOBAL, "output_norm": "model.final_layernorm"}, is_written=False),
-    "stablelm": Architecture("stablelm", _LLAMA, is_written=False),
-    "qwen3": Architecture("qwen3", {**_LLAMA, **_QK_NORMS}),
-    "gemma": Architecture("gemma", _LLAMA, norms_have_one=True),
-    "gemma2": Architecture("gemma2", _GEMMA2, norms_have_one=True),
-    "gemma3": Architecture("gemma3_text", {**_GEMMA2, **_QK_NORMS}, norms_have_one=True),
-    "phi3": Architecture("phi3", {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "olmo2": Architecture("olmo2", {**_ATTENTION, **_GATED, **_POST, **_QK_NORMS}),
-    "starcoder2": Architecture(
-        "starcoder2", {**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
-    ),
-    "gpt2": Architecture(
-        "gpt2",
-        {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
-         "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
-         "output": "lm_head"},
-        "transformer.h.",
-        is_turned=True,
-    ),
-    "bert": Architecture(
-        "bert",
-        _BERT,
-        {"token_embd": "embeddings.word_embeddings", "position_embd": "embeddings.position_embeddings",
-         "token_types": "embeddings.token_type_embeddings", "token_embd_norm": "embeddings.LayerNorm"},
-        "encoder.layer.",
-        is_written=False,
-    ),
-    "nomic-bert": Architecture("nomic_bert", {}, is_written=False),
-}  # fmt: skip
-# A "llama" with experts.
-_MIXTRAL = Architecture(
-    "mixtral", {**_ATTENTION, **_NORMS, "ffn_gate_inp": "block_sparse_moe.gate"}, is_permuted=True,
-    experts=_MIXTRAL_EXPERTS, mixture="block_sparse_moe",
-)  # fmt: skip
 _ENCODERS = ("bert", "nomic-bert")
 _LENGTH = "original_max_position_embeddings"
 _ROPE = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -260,7 +153,7 @@ class _Values:
     def architecture(self) -> Architecture:
         """What the file's architecture is, which depends on its experts."""
         has_experts = self.name == "llama" and self.number("expert_count", 0)
-        return _MIXTRAL if has_experts else ARCHITECTURES[self.name]
+        return MIXTRAL if has_experts else ARCHITECTURES[self.name]
 
     def raw(self, key: str) -> Any:
         return self._file.values.get(f"{self.name}.{key}")
@@ -280,13 +173,6 @@ class _Values:
         return {name: self.number(key) for name, key in names.items() if self.raw(key) is not None}
 
 
-SETTINGS = {
-    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "num_attention_heads":
-    "attention.head_count", "num_key_value_heads": "attention.head_count_kv", "intermediate_size":
-    "feed_forward_length", "max_position_embeddings": "context_length", "rms_norm_eps":
-    "attention.layer_norm_rms_epsilon", "head_dim": "attention.key_length", "rope_theta": "rope.freq_base",
-    "sliding_window": "attention.sliding_window",
-}  # fmt: skip
 # The setting of the eps in architectures with LayerNorm.
 _EPS = {
     "gpt2": "layer_norm_epsilon",
@@ -297,10 +183,6 @@ _EPS = {
 _GRANITE = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale", "residual_multiplier":
     "residual_scale",
-}  # fmt: skip
-GPT2_SETTINGS = {
-    "n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count", "n_inner":
-    "feed_forward_length", "n_positions": "context_length", "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }  # fmt: skip
 
 

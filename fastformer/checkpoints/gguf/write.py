@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.checkpoints.gguf.architectures import ARCHITECTURES, GPT2_SETTINGS, SETTINGS, Architecture
 from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind
-from fastformer.checkpoints.gguf.models import ARCHITECTURES, GPT2_SETTINGS, SETTINGS, Architecture
 from fastformer.checkpoints.gguf.tokenizers import CHAT, CONTROL, DIGIT, GPT2, NORMAL, PRE, UNUSED, USER
 from fastformer.checkpoints.hf import from_model
 from fastformer.data import Tokenizer
