@@ -45,6 +45,16 @@ def _is_list(*indices: Tensor) -> bool:
     return len(indices) == 1 and indices[0].dim() == 1 and indices[0].dtype == torch.int64
 
 
+def _rows_of(part: Any, places: Tensor) -> Any:
+    if not isinstance(part, Tensor):
+        return part[places]
+    result = torch.empty((len(places), *part.shape[1:]), dtype=part.dtype)
+    step = max(1, _PIECE // max(1, part.shape[1:].numel()))
+    for first in range(0, len(places), step):
+        torch.index_select(part, 0, places[first : first + step], out=result[first : first + step])
+    return result
+
+
 class FileMatrix(Tensor):
     """A tensor in a file, and a `models.stored.StoredMatrix`.
 
@@ -115,8 +125,9 @@ class FileMatrix(Tensor):
         return self.read().float(*args, **kwargs)
 
     def _read(self, begin: int, end: int) -> tuple[Any, ...]:
-        chosen = slice(begin, end) if self._order is None else self._order[begin:end]
-        return tuple(part[chosen] for part in self._rows)
+        if self._order is None:
+            return tuple(part[begin:end] for part in self._rows)
+        return tuple(_rows_of(part, self._order[begin:end]) for part in self._rows)
 
     def _part(self, begin: int, end: int) -> FileMatrix:
         """Returns neighbouring rows."""
