@@ -48,10 +48,10 @@ Object packed_linear(const Floats& x, const Floats& weight, const std::optional<
   return product(x, packed, rows_of_int4 ? Precision::int4 : packed.precision);
 }
 
-// Does the same for a 4-bit weight. `columns` selects columns of the packed weight.
+// Does the same for a 4-bit weight. `columns` selects columns of the packed weight, `levels` are bytes as int8.
 Object packed_linear_int4(const Floats& x, const Bytes& nibbles, const Floats& scales,
                           const std::optional<Bytes>& zeros, const std::optional<Floats>& bias,
-                          const std::optional<std::vector<int32_t>>& columns) {
+                          const std::optional<std::vector<int32_t>>& columns, const std::optional<Bytes>& levels) {
   if (x.array.ndim() != 2 || nibbles.array.ndim() != 2 || scales.array.ndim() != 2)
     throw std::invalid_argument(
         "packed_linear_int4: expected x of (rows, k), and nibbles and scales of two dimensions");
@@ -63,10 +63,17 @@ Object packed_linear_int4(const Floats& x, const Bytes& nibbles, const Floats& s
     throw std::invalid_argument("packed_linear_int4: expected nibbles (n, 16 * groups), scales and zeros (n, groups)");
   if (bias && (bias->array.ndim() != 1 || bias->array.shape(0) != n))
     throw std::invalid_argument("packed_linear_int4: expected a bias of (n,)");
-  const Int4Matrix weight{nibbles.data(), scales.data(), zeros ? zeros->data() : nullptr, n, k};
+  std::optional<Levels> table;
+  if (levels) {
+    if (levels->array.shape() != std::vector<int64_t>{std::tuple_size_v<Levels>})
+      throw std::invalid_argument("packed_linear_int4: expected 16 levels");
+    std::memcpy(table.emplace().data(), levels->data(), sizeof(Levels));
+  }
+  const Int4Matrix weight{
+      nibbles.data(), scales.data(), zeros ? zeros->data() : nullptr, n, k, table ? table->data() : nullptr};
   PackedWeight packed(weight.n, weight.k,
                       RowReader<Int4Matrix>([&](int64_t i, int64_t j) { return weight.rows(i, j); }),
-                      bias ? bias->data() : nullptr, weight.zeros != nullptr);
+                      bias ? bias->data() : nullptr, weight.zeros != nullptr, table);
   if (columns) {
     for (const int32_t column : *columns)
       if (column < 0 || column >= n) throw std::invalid_argument("packed_linear_int4: expected columns of the weight");
@@ -95,9 +102,9 @@ void bind_packed_gemm(PyObject* module) {
           "Computes x (rows, k) times the transposed weight (n, k), plus bias (n,) or None, as the decoding engine "
           "does. "
           "of_int4: with int8, quantises the rows as in an int4 model."),
-      function<"packed_linear_int4", "x nibbles scales zeros bias columns?", &packed_linear_int4>(
+      function<"packed_linear_int4", "x nibbles scales zeros bias columns? levels?", &packed_linear_int4>(
           "Does the same for a 4-bit weight: nibbles (n, 16 * groups), scales (n, groups), and zeros (n, groups) or "
-          "None."),
+          "None. levels: the int8 values of the 16 nibbles, as uint8; it has no zeros then."),
       function<"cpu_features", "", &names_of_features>(
           "The instruction sets that the CPU has and FASTFORMER_CPU_FEATURES allows."),
       function<"has_fast_bf16", "", &has_fast_bf16>(

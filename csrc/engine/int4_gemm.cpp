@@ -14,10 +14,17 @@ namespace {
 
 constexpr int64_t kHalf = kInt4Group / 2;
 
+template <typename Dot, typename Multiply>
 const GroupedKernels& grouped_kernels() {
-  static const GroupedKernels kernels =
-      has_int8_dot() ? grouped_kernels_of<DotInt4>() : grouped_kernels_of<MultiplyInt4>();
+  static const GroupedKernels kernels = has_int8_dot() ? grouped_kernels_of<Dot>() : grouped_kernels_of<Multiply>();
   return kernels;
+}
+
+const GroupedKernels& grouped_kernels(const int8_t* levels) {
+  if (levels == nullptr) return grouped_kernels<DotInt4, MultiplyInt4>();
+  const bool are_small = std::all_of(levels, levels + std::tuple_size_v<Levels>,
+                                     [](int level) { return std::abs(level) <= MultiplySmallLevels::kMost; });
+  return are_small ? grouped_kernels<DotLevels, MultiplySmallLevels>() : grouped_kernels<DotLevels, MultiplyLevels>();
 }
 
 // Returns the byte with the bits of input i of a column in a group.
@@ -49,8 +56,8 @@ void pack_column(const Int4Matrix& w, int64_t column, char* panel, int64_t group
     int32_t whole = 0;
     for (int64_t i = 0; i < std::min(kInt4Group, w.k - g * kInt4Group); ++i) {
       const int32_t q = from[g * kHalf + i / 2] >> (i % 2 * 4) & 15;
-      nibble_place(panel, lane, i) |= static_cast<char>((q ^ 8) << (i / 4 % 2 * 4));
-      whole += q - zero;
+      nibble_place(panel, lane, i) |= static_cast<char>((w.levels ? q : q ^ 8) << (i / 4 % 2 * 4));
+      whole += w.levels ? w.levels[q] : q - zero;
     }
     const uint16_t half = _cvtss_sh(scale, _MM_FROUND_TO_NEAREST_INT);
     std::memcpy(panel + kNibbleBytes + lane * 2, &half, 2);
@@ -142,9 +149,12 @@ void prefetch_results(const float* out, int64_t ld, int64_t rows, int64_t column
 // Returns a mask of the first `count` of each 4 bytes.
 Lanes first_bytes(int64_t count) { return broadcast(count >= 4 ? ~0u : count <= 0 ? 0 : (1u << 8 * count) - 1); }
 
+const int8_t* levels_of(const PackedWeight& w) { return w.levels ? w.levels->data() : nullptr; }
+
 // Unpacks the groups of a panel. Zero points are subtracted from the weights, which still fit in bytes.
 void unpack_panel(const PackedWeight& w, const char* group, UnpackedPanel& to) {
   const Lanes first_of_four = sixteen_bytes(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+  const Lanes table = table_of(levels_of(w));
   for (int64_t g = 0; g < int4_groups(w.k); ++g, group += int4_group_bytes(w.has_zeros)) {
     const int64_t inputs = w.k - g * kInt4Group;  // what is beyond them stays 0
     for (int64_t c = 0; c < kPanelColumns; c += V::size) {
@@ -153,7 +163,7 @@ void unpack_panel(const PackedWeight& w, const char* group, UnpackedPanel& to) {
       if (w.has_zeros) zeros = look_up(widen_bytes(group + kNibbleBytes + kScaleBytes + c), first_of_four);
       char* const tile = to.tile(c, g);
       for (int64_t block = 0; block < kGroupBlocks; ++block) {
-        StepPair pair = signed_nibbles(load_lanes(group + block * kStepBytes + c * 4));
+        StepPair pair = look_up_nibbles(table, load_lanes(group + block * kStepBytes + c * 4));
         if (w.has_zeros) {
           pair.low = subtract_bytes(pair.low, zeros & first_bytes(inputs - block * 8));
           pair.high = subtract_bytes(pair.high, zeros & first_bytes(inputs - block * 8 - 4));
@@ -255,7 +265,7 @@ int64_t int4_panel_bytes(int64_t k, bool has_zeros) {
 }
 
 void pack_int4(const Int4Matrix& w, const float* bias, char* panels) {
-  grouped_kernels();  // an invalid FASTFORMER_CPU_FEATURES throws here and not in a product
+  grouped_kernels(w.levels);  // an invalid FASTFORMER_CPU_FEATURES throws here and not in a product
   const int64_t panel_bytes = int4_panel_bytes(w.k, w.zeros != nullptr);
   for (int64_t column = 0; column < w.n; ++column) {
     char* panel = panels + column / kPanelColumns * panel_bytes;
@@ -287,7 +297,7 @@ void gemm_int4(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t b
     if (has_int8_dot()) return gemm_by_bytes(x, rows, w, begin, end, out, ld);
   }
   constexpr int64_t kAhead = 8192;  // bytes that a stream prefetches
-  const GroupedKernels& all = grouped_kernels();
+  const GroupedKernels& all = grouped_kernels(levels_of(w));
   const Walk walk(all.shapes, all.num_shapes, rows);
   const int vecs = all.shapes[walk.shape].vecs;
   const int64_t passes = walk.passes();
@@ -310,6 +320,7 @@ void gemm_int4(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t b
                              groups,
                              group_bytes,
                              tail,
+                             levels_of(w),
                              slice * vecs * V::size,
                              next + pass * fetched,
                              out + first * ld,

@@ -2,7 +2,7 @@
 //
 // A group is 32 inputs. For each group, a panel has four blocks of 64 columns times 4 bytes, the group's 64 scales as
 // fp16, and its zero points as int8 if the weight has any. The low nibbles of a column's 4 bytes are one step of 4
-// inputs, the high nibbles the next. Both are two's complement, from -8 to 7.
+// inputs, the high nibbles the next. Both are two's complement, from -8 to 7, or numbers of levels.
 //
 // The integer sum of a group is exact with any instructions. It is multiplied by the group's scale and added in fp32,
 // group by group, in the same order on all paths, so that all give the same bits.
@@ -43,8 +43,9 @@ struct GroupedTile {
   const char* right;         // the panel
   int64_t groups, group_bytes;
   const GroupedTail* tail;
-  int64_t column;     // the index of the first column in the panel
-  const char* ahead;  // the address to prefetch
+  const int8_t* levels;  // those of a weight that has them
+  int64_t column;        // the index of the first column in the panel
+  const char* ahead;     // the address to prefetch
   float* out;
   int64_t ld;
 
@@ -59,10 +60,13 @@ constexpr int kMostKept = 24;  // accumulators that stay in registers from group
 constexpr std::array<Shape, 2> kShapesOfGroups{{{4, 3}, {2, 6}}};
 inline Lanes left_by_4(Lanes x) { return _mm512_slli_epi16(x, 4); }
 inline Lanes right_by_4(Lanes x) { return _mm512_srli_epi16(x, 4); }
+inline Lanes left_by_8(Lanes x) { return _mm512_slli_epi16(x, 8); }
+inline Lanes right_by_8(Lanes x) { return _mm512_srli_epi16(x, 8); }
 inline Lanes add_words(Lanes a, Lanes b) { return _mm512_add_epi32(a, b); }
 inline Lanes subtract_bytes(Lanes a, Lanes b) { return _mm512_sub_epi8(a, b); }
 inline Lanes multiply_pairs(Lanes a, Lanes b) { return _mm512_madd_epi16(a, b); }
 inline Lanes multiply_bytes(Lanes u8, Lanes s8) { return _mm512_maddubs_epi16(u8, s8); }
+inline Lanes ones_of_words() { return _mm512_set1_epi16(1); }
 inline Lanes widen_bytes(const char* p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -74,10 +78,13 @@ constexpr int kMostKept = 4;
 constexpr std::array<Shape, 3> kShapesOfGroups{{{8, 1}, {4, 2}, {2, 4}}};
 inline Lanes left_by_4(Lanes x) { return _mm256_slli_epi16(x, 4); }
 inline Lanes right_by_4(Lanes x) { return _mm256_srli_epi16(x, 4); }
+inline Lanes left_by_8(Lanes x) { return _mm256_slli_epi16(x, 8); }
+inline Lanes right_by_8(Lanes x) { return _mm256_srli_epi16(x, 8); }
 inline Lanes add_words(Lanes a, Lanes b) { return _mm256_add_epi32(a, b); }
 inline Lanes subtract_bytes(Lanes a, Lanes b) { return _mm256_sub_epi8(a, b); }
 inline Lanes multiply_pairs(Lanes a, Lanes b) { return _mm256_madd_epi16(a, b); }
 inline Lanes multiply_bytes(Lanes u8, Lanes s8) { return _mm256_maddubs_epi16(u8, s8); }
+inline Lanes ones_of_words() { return _mm256_set1_epi16(1); }
 inline Lanes widen_bytes(const char* p) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
@@ -90,22 +97,35 @@ struct StepPair {
   Lanes low, high;
 };
 
-inline StepPair signed_nibbles(Lanes x) {
-  const Lanes table = sixteen_bytes(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+// Returns the bytes of a table at the places that nibbles say.
+inline StepPair look_up_nibbles(Lanes table, Lanes x) {
   const Lanes mask = broadcast(0x0F0F0F0F);
   return {look_up(table, x & mask), look_up(table, right_by_4(x) & mask)};
+}
+
+// levels: null: the nibbles are whole numbers.
+inline Lanes table_of(const int8_t* levels) {
+  if (levels != nullptr) return sixteen_bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(levels)));
+  return sixteen_bytes(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
 }
 
 // Uses vpdpbusd with the weights in the upper half of each byte. The sums are 16 times too large, which the scale
 // compensates at no cost.
 struct DotInt4 {
+  using Pair = StepPair;
+  using Left = Lanes;
   static constexpr float kUnit = 1.f / 16;
+  static constexpr bool kMayHaveZeros = true;
   static constexpr auto kShapes = kShapesOfGroups;
-  static StepPair unpack(Lanes x) {
+  explicit DotInt4(const GroupedTile&) {}
+  Pair unpack(Lanes x) const {
     const Lanes mask = broadcast(0xF0F0F0F0);
     return {left_by_4(x) & mask, x & mask};
   }
-  static Lanes add(Lanes sum, Lanes w, Lanes x) { return DotInt8::add(sum, w, x); }
+  static Left left(const char* p) { return DotInt8::left(p); }
+  static Lanes add(Lanes sum, const Pair& w, Lanes low, Lanes high) {
+    return DotInt8::add(DotInt8::add(sum, w.low, low), w.high, high);
+  }
   static Lanes of_group(Lanes sum) { return sum; }
   static Lanes zeros(const char* p) { return left_by_4(widen_bytes(p)); }
   static Lanes add_pairs(Lanes sum, Lanes a, Lanes b) {
@@ -120,21 +140,85 @@ struct DotInt4 {
 
 // Without dot products, pmaddubsw adds two products in 16 bits. The sum of a whole group fits: 16 * 255 * 8 < 2^15.
 struct MultiplyInt4 {
+  using Pair = StepPair;
+  using Left = Lanes;
   static constexpr float kUnit = 1;
+  static constexpr bool kMayHaveZeros = true;
   static constexpr auto kShapes = kShapesOfGroups;
-  static StepPair unpack(Lanes x) { return signed_nibbles(x); }
-  static Lanes add(Lanes sum, Lanes w, Lanes x) {
+  explicit MultiplyInt4(const GroupedTile&) {}
+  Pair unpack(Lanes x) const { return look_up_nibbles(table_of(nullptr), x); }
+  static Left left(const char* p) { return DotInt8::left(p); }
+  static Lanes add(Lanes sum, const Pair& w, Lanes low, Lanes high) {
+    return add_products(add_products(sum, w.low, low), w.high, high);
+  }
+  static Lanes of_group(Lanes sum) { return multiply_pairs(sum, ones_of_words()); }
+  static Lanes zeros(const char* p) { return widen_bytes(p); }
+  static Lanes add_pairs(Lanes sum, Lanes a, Lanes b) { return add_words(sum, multiply_pairs(a, b)); }
+
+ private:
+  static Lanes add_products(Lanes sum, Lanes w, Lanes x) {
     const Lanes pairs = multiply_bytes(x, w);
     asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(pairs));
     return sum;
   }
-#if defined(CPU_CAPABILITY_AVX512)
-  static Lanes of_group(Lanes sum) { return multiply_pairs(sum, _mm512_set1_epi16(1)); }
-#else
-  static Lanes of_group(Lanes sum) { return multiply_pairs(sum, _mm256_set1_epi16(1)); }
-#endif
-  static Lanes zeros(const char* p) { return widen_bytes(p); }
-  static Lanes add_pairs(Lanes sum, Lanes a, Lanes b) { return add_words(sum, multiply_pairs(a, b)); }
+};
+
+// Uses vpdpbusd with levels, which stay in a register.
+struct DotLevels {
+  using Pair = StepPair;
+  using Left = Lanes;
+  static constexpr float kUnit = 1;
+  static constexpr bool kMayHaveZeros = false;
+  static constexpr auto kShapes = kShapesOfGroups;
+  explicit DotLevels(const GroupedTile& t) : table(table_of(t.levels)) {}
+  Pair unpack(Lanes x) const { return look_up_nibbles(table, x); }
+  static Left left(const char* p) { return DotInt8::left(p); }
+  static Lanes add(Lanes sum, const Pair& w, Lanes low, Lanes high) {
+    return DotInt8::add(DotInt8::add(sum, w.low, low), w.high, high);
+  }
+  static Lanes of_group(Lanes sum) { return sum; }
+
+  Lanes table;
+};
+
+// Without dot products, four products with levels up to kMost fit in 16 bits: 4 * 255 * 32 < 2^15.
+struct MultiplySmallLevels : DotLevels {
+  static constexpr int kMost = 32;
+  using DotLevels::DotLevels;
+  static Lanes add(Lanes sum, const Pair& w, Lanes low, Lanes high) {
+    Lanes fours = multiply_bytes(low, w.low);
+    asm("vpaddw %1, %0, %0" : "+v"(fours) : "v"(multiply_bytes(high, w.high)));
+    return WordInt8::add(sum, ones_of_words(), fours);
+  }
+};
+
+// Other levels are widened to 16 bits, times 256.
+struct MultiplyLevels {
+  struct Words {
+    Lanes even, odd;
+  };
+  using Pair = StepPair;
+  using Left = Words;
+  static constexpr float kUnit = 1.f / 256;
+  static constexpr bool kMayHaveZeros = false;
+  static constexpr auto kShapes = kShapesOfGroups;
+  explicit MultiplyLevels(const GroupedTile& t) : table(table_of(t.levels)) {}
+  Pair unpack(Lanes x) const { return look_up_nibbles(table, x); }
+  static Left left(const char* p) {
+    const Lanes x = broadcast(four_bytes(p));
+    return {x & broadcast(0x00FF00FF), right_by_8(x)};
+  }
+  static Lanes add(Lanes sum, const Pair& w, const Left& low, const Left& high) {
+    return add_step(add_step(sum, w.low, low), w.high, high);
+  }
+  static Lanes of_group(Lanes sum) { return sum; }
+
+  Lanes table;
+
+ private:
+  static Lanes add_step(Lanes sum, Lanes w, const Left& x) {
+    return WordInt8::add(WordInt8::add(sum, left_by_8(w), x.even), w & broadcast(0xFF00FF00), x.odd);
+  }
 };
 
 // Returns a row's product with a vector of columns, given the sum over groups.
@@ -148,7 +232,8 @@ template <typename Path, int kVecs, int kRows, int kLines>
 void rows_times_groups(const GroupedTile& tile) {
   constexpr bool kKept = kRows * kVecs * 2 <= kMostKept;
   const GroupedTile t = tile;
-  const bool has_zeros = t.has_zeros();
+  const Path path(t);
+  const bool has_zeros = Path::kMayHaveZeros && t.has_zeros();
   RowPointers<kRows> left(t.left, t.left_stride);
   const char *group = t.right, *ahead = t.ahead;
   const int32_t* left_sums = t.left_sums;
@@ -178,24 +263,24 @@ void rows_times_groups(const GroupedTile& tile) {
       for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, hint_of(kLines));
       ahead += kLines * 64;
       if constexpr (kRows < kVecs) {
-        Lanes low[kRows], high[kRows];
+        typename Path::Left low[kRows], high[kRows];
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) low[r] = DotInt8::left(left[r]), high[r] = DotInt8::left(left[r] + 4);
+        for (int r = 0; r < kRows; ++r) low[r] = Path::left(left[r]), high[r] = Path::left(left[r] + 4);
 #pragma GCC unroll 8
         for (int v = 0; v < kVecs; ++v) {
-          const StepPair w = Path::unpack(load_lanes(right + v * sizeof(V)));
+          const typename Path::Pair w = path.unpack(load_lanes(right + v * sizeof(V)));
 #pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) sum[r][v] = Path::add(Path::add(sum[r][v], w.low, low[r]), w.high, high[r]);
+          for (int r = 0; r < kRows; ++r) sum[r][v] = Path::add(sum[r][v], w, low[r], high[r]);
         }
       } else {
-        StepPair w[kVecs];
+        typename Path::Pair w[kVecs];
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) w[v] = Path::unpack(load_lanes(right + v * sizeof(V)));
+        for (int v = 0; v < kVecs; ++v) w[v] = path.unpack(load_lanes(right + v * sizeof(V)));
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
-          const Lanes low = DotInt8::left(left[r]), high = DotInt8::left(left[r] + 4);
+          const auto low = Path::left(left[r]), high = Path::left(left[r] + 4);
 #pragma GCC unroll 8
-          for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add(Path::add(sum[r][v], w[v].low, low), w[v].high, high);
+          for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add(sum[r][v], w[v], low, high);
         }
       }
     }
@@ -203,18 +288,19 @@ void rows_times_groups(const GroupedTile& tile) {
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::of_group(sum[r][v]);
-    if (has_zeros) {
-      Lanes zeros[kVecs];
+    if constexpr (Path::kMayHaveZeros)
+      if (has_zeros) {
+        Lanes zeros[kVecs];
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v)
-        zeros[v] = Path::zeros(group + kNibbleBytes + kScaleBytes + t.column + v * V::size);
+        for (int v = 0; v < kVecs; ++v)
+          zeros[v] = Path::zeros(group + kNibbleBytes + kScaleBytes + t.column + v * V::size);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const Lanes of_row = broadcast(static_cast<uint32_t>(left_sums[r]));
+        for (int r = 0; r < kRows; ++r) {
+          const Lanes of_row = broadcast(static_cast<uint32_t>(left_sums[r]));
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add_pairs(sum[r][v], zeros[v], of_row);
+          for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add_pairs(sum[r][v], zeros[v], of_row);
+        }
       }
-    }
     V scale[kVecs];
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v) scale[v] = load_halves(group + kNibbleBytes + (t.column + v * V::size) * 2);

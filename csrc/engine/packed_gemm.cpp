@@ -436,13 +436,20 @@ PackedWeight::PackedWeight(int64_t n, int64_t k, const RowReader<Matrix>& read, 
   panels_ = memory;
 }
 
-PackedWeight::PackedWeight(int64_t n, int64_t k, const RowReader<Int4Matrix>& read, const float* bias, bool has_zeros)
+PackedWeight::PackedWeight(int64_t n, int64_t k, const RowReader<Int4Matrix>& read, const float* bias, bool has_zeros,
+                           std::optional<Levels> levels)
     : n(n),
       k(k),
       num_panels(round_up(n, kPanelColumns) / kPanelColumns),
       precision(Precision::int4),
       has_zeros(has_zeros),
+      levels(levels),
       panel_bytes_(int4_panel_bytes(k, has_zeros)) {
+  // Bytes of x beyond k aren't 0, and 0 needn't be a level.
+  if (levels && (has_zeros || k % kInt4Group))
+    throw std::invalid_argument("int4: expected levels without zero points, of a multiple of " +
+                                std::to_string(kInt4Group) + " inputs, got " + std::to_string(k) + " inputs" +
+                                (has_zeros ? " and zero points" : ""));
   const std::shared_ptr<char> memory = allocate_panels(bytes());
   for_each_part(n, k, [&](int64_t begin, int64_t end) {
     char* panels = memory.get() + begin / kPanelColumns * panel_bytes_;

@@ -13,8 +13,9 @@
 //          AVX512_VNNI, AVX-VNNI and, without them, pmaddubsw for a few rows and pmaddwd for many all give the same
 //          integers. A row of x can have 16 bits instead: it is stored as two rows, of its high bytes and of its low
 //          ones, whose products add up to the row's. W is read once for both.
-//   int4   x as for int8. W has a scale, and optionally a zero point, for each 32 inputs of a column; int4_kernels.h
-//          describes the layout. Rows stored for int4 can be multiplied by int8 weights as well.
+//   int4   x as for int8. W has a scale, and optionally a zero point, for each 32 inputs of a column; or its 4 bits are
+//          places in a table of levels. int4_kernels.h describes the layout. Rows stored for int4 can be multiplied by
+//          int8 weights as well.
 //
 // A row's result depends, bit for bit, only on the row and W, and not on the number of rows, the panels or the threads.
 // If the CPU has AMX, int8 uses it from some number of rows on, with the same integers. bf16 uses it for any number of
@@ -25,10 +26,12 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -86,16 +89,23 @@ using RowReader = std::function<M(int64_t begin, int64_t end)>;
 constexpr int64_t kInt4Group = 32;
 inline int64_t int4_groups(int64_t k) { return (k + kInt4Group - 1) / kInt4Group; }
 
-// A matrix (n, k) of 4-bit integers. An element is scale * (q - zero), with the scale and zero point of its group.
+// The values of a weight's 16 nibbles.
+using Levels = std::array<int8_t, 16>;
+
+// A matrix (n, k) of 4-bit integers. An element is scale * (q - zero), with the scale and zero point of its group, or
+// scale * levels[q].
 struct Int4Matrix {
   const uint8_t* nibbles;  // (n, groups, 16): the low half of a byte comes first
-  const float* scales;     // (n, groups); stored as fp16 times a power of two per row, which is exact for 11 bits
-  const uint8_t* zeros;    // (n, groups), up to 16; null: all are 8
+  // (n, groups); stored as fp16 times a power of two per row, which is exact for 11 bits, of magnitudes down to 2^-28
+  // of the row's largest (a power of two: 2^-38); smaller ones lose bits
+  const float* scales;
+  const uint8_t* zeros;  // (n, groups), up to 16; null: all are 8
   int64_t n, k;
+  const int8_t* levels = nullptr;  // Levels; null: none
 
   Int4Matrix rows(int64_t begin, int64_t end) const {
     const int64_t groups = int4_groups(k), from = begin * groups;
-    return {nibbles + from * kInt4Group / 2, scales + from, zeros ? zeros + from : nullptr, end - begin, k};
+    return {nibbles + from * kInt4Group / 2, scales + from, zeros ? zeros + from : nullptr, end - begin, k, levels};
   }
 };
 
@@ -110,8 +120,10 @@ class PackedWeight {
   // Packs the (n, k) matrix whose rows `read` returns. bias: n floats, or null. Throws std::invalid_argument for a k
   // above 66,311, whose int8 sums would overflow.
   PackedWeight(int64_t n, int64_t k, const RowReader<Matrix>& read, const float* bias, Precision precision);
-  // Packs a weight of int4. has_zeros: whether the matrices have zero points.
-  PackedWeight(int64_t n, int64_t k, const RowReader<Int4Matrix>& read, const float* bias, bool has_zeros);
+  // Packs a weight of int4. has_zeros: whether the matrices have zero points; levels: their levels. Throws
+  // std::invalid_argument for both, and for levels of a k that isn't a multiple of kInt4Group.
+  PackedWeight(int64_t n, int64_t k, const RowReader<Int4Matrix>& read, const float* bias, bool has_zeros,
+               std::optional<Levels> levels);
 
   // Returns a packed weight of the given columns.
   PackedWeight columns(const std::vector<int32_t>& candidates) const;
@@ -120,7 +132,8 @@ class PackedWeight {
 
   int64_t n = 0, k = 0, num_panels = 0;
   Precision precision = Precision::fp32;
-  bool has_zeros = false;  // int4
+  bool has_zeros = false;        // int4
+  std::optional<Levels> levels;  // int4
 
   int64_t steps() const { return steps_; }              // the number of 4-byte units of k
   int64_t panel_bytes() const { return panel_bytes_; }  // from one panel to the next

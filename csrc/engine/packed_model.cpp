@@ -90,14 +90,24 @@ class Names {
     const ModelTensor *nibbles = part(name, Kind::bytes, nibble_bytes(k)),
                       *scales = part(name + ".scale", Kind::fp32, groups),
                       *zeros = find(name + ".zero") ? part(name + ".zero", Kind::bytes, groups) : nullptr;
+    std::optional<Levels> levels;
+    if (const ModelTensor* table = find(name + ".levels")) {
+      check(name + ".levels", *table, {std::tuple_size_v<Levels>});
+      if (table->kind != Kind::bytes) throw_unexpected(name + ".levels", "dtype");
+      std::memcpy(levels.emplace().data(), table->data, sizeof(Levels));
+    }
     const auto read = [&](int64_t first, int64_t last) {
       const auto bytes = [&](const ModelTensor* tensor) {
         return reinterpret_cast<const uint8_t*>(tensor->rows(begin + first, begin + last));
       };
-      return Int4Matrix{bytes(nibbles), reinterpret_cast<const float*>(bytes(scales)), zeros ? bytes(zeros) : nullptr,
-                        last - first, k};
+      return Int4Matrix{bytes(nibbles),
+                        reinterpret_cast<const float*>(bytes(scales)),
+                        zeros ? bytes(zeros) : nullptr,
+                        last - first,
+                        k,
+                        levels ? levels->data() : nullptr};
     };
-    return {end - begin, k, RowReader<Int4Matrix>(read), bias, zeros != nullptr};
+    return {end - begin, k, RowReader<Int4Matrix>(read), bias, zeros != nullptr, levels};
   }
 
   // Returns a tensor whose elements at() can read.

@@ -16,8 +16,8 @@
 namespace fastformer {
 
 // A contiguous tensor of the model, which is read while the model is packed. A matrix of bytes holds the nibbles of an
-// Int4Matrix, (n, 16 * groups). Its scales (fp32) and optional zero points (bytes) are the tensors with its name plus
-// ".scale" and ".zero".
+// Int4Matrix, (n, 16 * groups). Its scales (fp32) and optional zero points or levels (bytes) are the tensors with its
+// name plus ".scale", ".zero" and ".levels".
 struct ModelTensor {
   const void* data;  // null: a matrix that is read in parts
   Kind kind;

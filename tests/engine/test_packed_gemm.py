@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from fastformer.checkpoints.levels import E2M1, IQ4
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
 from tests.covering import each
 from tests.engine.elsewhere import products_of, started
 
 FLOATS_AND_INT8 = ("fp32", "bf16", "int8")
-PRECISIONS = (*FLOATS_AND_INT8, "int4", "int4 with zeros")
+LEVELS = {"int4 of E2M1": E2M1.numpy(), "int4 of IQ4": IQ4.numpy()}
+PRECISIONS = (*FLOATS_AND_INT8, "int4", "int4 with zeros", *LEVELS)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Tails of panels (64 columns), of vectors (8 and 16), of the 4 or 2 neighbours in k, of groups, and none.
@@ -84,24 +86,28 @@ def packed(q: np.ndarray) -> np.ndarray:
 
 
 def linear_int4(x, weight, bias=None, columns=None) -> np.ndarray:
-    q, scales, zeros = weight
-    product: np.ndarray = extension().packed_linear_int4(x, packed(q), scales, zeros, bias, columns)
+    q, scales, zeros, levels = weight
+    table = None if levels is None else levels.view(np.uint8)
+    product: np.ndarray = extension().packed_linear_int4(x, packed(q), scales, zeros, bias, columns, table)
     return product
 
 
-def in_groups(n: int, k: int, with_zeros: bool, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """q, scales of 11 bits, as fp16 has them, and zeros."""
+Int4 = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
+
+
+def in_groups(n: int, k: int, with_zeros: bool, seed: int = 0, levels: np.ndarray | None = None) -> Int4:
+    """q, scales of 11 bits, as fp16 has them, zeros, and levels."""
     random = np.random.default_rng([n, k, seed])
     groups = -(-k // GROUP)
     q = random.integers(0, 16, (n, k), dtype=np.uint8)
     scales = np.exp(random.uniform(-7, 0, (n, groups))).astype(np.float16).astype(np.float32)
     zeros = random.integers(0, 17, (n, groups), dtype=np.uint8) if with_zeros else None
-    return q, scales, zeros
+    return q, scales, zeros, levels
 
 
 def expected_int4(x, weight, bias=None) -> np.ndarray:
     """Exact integers in each group; from there on the kernels' steps in fp32, with fma emulated in fp64."""
-    (q, scales, zeros), k = weight, x.shape[1]
+    (q, scales, zeros, levels), k = weight, x.shape[1]
     rows, x_scale = stored(x)
     low, high = np.minimum(x.min(1, keepdims=True), 0), np.maximum(x.max(1, keepdims=True), 0)
     width = (high - low).astype(np.float32)
@@ -113,7 +119,8 @@ def expected_int4(x, weight, bias=None) -> np.ndarray:
     factor = np.where(largest > 0, np.exp2(15.0 - (np.frexp(largest)[1])), 1).astype(np.float64)
     total, correction = np.zeros((len(x), len(q)), np.float32), np.zeros(len(q))
     for g, first in enumerate(range(0, k, GROUP)):
-        part = q[:, first : first + GROUP].astype(np.int64) - offsets[:, g : g + 1]
+        part = q[:, first : first + GROUP].astype(np.int64)
+        part = part - offsets[:, g : g + 1] if levels is None else levels.astype(np.int64)[part]
         scale = scales[:, g].astype(np.float64) * factor[:, 0]
         exact = (whole[:, first : first + GROUP] @ part.T).astype(np.float64)
         total = (exact * scale + total.astype(np.float64)).astype(np.float32)
@@ -126,7 +133,14 @@ def expected_int4(x, weight, bias=None) -> np.ndarray:
 
 def drawn(precision: str, n: int, k: int, seed: int = 1) -> Any:
     """A weight: a matrix, or of int4 its parts."""
-    return in_groups(n, k, precision != "int4", seed) if "int4" in precision else draw(n, k, seed=seed)
+    if "int4" not in precision:
+        return draw(n, k, seed=seed)
+    return in_groups(n, k, precision == "int4 with zeros", seed, LEVELS.get(precision))
+
+
+def deep(precision: str, k: int) -> int:
+    """A depth that the precision has: levels have whole groups."""
+    return -(-k // GROUP) * GROUP if precision in LEVELS else k
 
 
 def product(precision: str, x: np.ndarray, weight: Any, bias: np.ndarray | None = None) -> np.ndarray:
@@ -166,17 +180,18 @@ def check(precision: str, rows: int, n: int, k: int, with_bias: bool = True) -> 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_tail(precision: str) -> None:
-    for n, k in itertools.product(COLUMNS, DEPTHS_OF_GROUPS if "int4" in precision else DEPTHS):
+    depths = {deep(precision, k): None for k in (DEPTHS_OF_GROUPS if "int4" in precision else DEPTHS)}
+    for n, k in itertools.product(COLUMNS, depths):
         for rows in (1, 5):
             check(precision, rows, n, k)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_number_of_rows(precision: str) -> None:
-    for rows in range(41 if "int4" in precision else 71):
-        check(precision, rows, 130, 71 if "int4" in precision else 37)
-    check(precision, 523, 65, 300)  # more than a step has
-    check(precision, 3, 65, 20, with_bias=False)
+    for rows in range(41 if precision in ("int4", "int4 with zeros") else 71):
+        check(precision, rows, 130, deep(precision, 71 if "int4" in precision else 37))
+    check(precision, 523, 65, deep(precision, 300))  # more than a step has
+    check(precision, 3, 65, deep(precision, 20), with_bias=False)
 
 
 @pytest.mark.parametrize("precision", FLOATS_AND_INT8)
@@ -189,7 +204,8 @@ def test_long_sums(precision: str, k: int) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_row_depends_on_nothing_else(precision: str) -> None:
-    x, weight, bias = draw(70, 203), drawn(precision, 129, 203), draw(129, seed=2)
+    k = deep(precision, 203)
+    x, weight, bias = draw(70, k), drawn(precision, 129, k), draw(129, seed=2)
     together = product(precision, x, weight, bias)
     for rows in (1, 2, 3, 4, 6, 7, 12, 13, 14, 16, 27, 31, 32, 40, 64):
         np.testing.assert_array_equal(product(precision, x[:rows], weight, bias), together[:rows])
@@ -197,7 +213,7 @@ def test_a_row_depends_on_nothing_else(precision: str) -> None:
         np.testing.assert_array_equal(product(precision, x[row : row + 1], weight, bias)[0], together[row])
     # Nor does a column depend on the panel that it stands in.
     is_int4 = "int4" in precision
-    last = tuple(part if part is None else part[77:] for part in weight) if is_int4 else weight[77:]
+    last = (*(part if part is None else part[77:] for part in weight[:3]), weight[3]) if is_int4 else weight[77:]
     np.testing.assert_array_equal(product(precision, x, last, bias[77:]), together[:, 77:])
     if is_int4:
         picked = [3, 64, 65, 128, *range(66, 127)]
@@ -206,12 +222,13 @@ def test_a_row_depends_on_nothing_else(precision: str) -> None:
 
 @each("value, precision", itertools.product([np.nan, np.inf, -np.inf], PRECISIONS))
 def test_nonfinite_values_stay_in_their_row(precision: str, value: float) -> None:
-    x, weight = draw(14, 131), drawn(precision, 70, 131)
+    k = deep(precision, 131)
+    x, weight = draw(14, k), drawn(precision, 70, k)
     clean = product(precision, x, weight)
     for column in (0, 64, 130):
         broken = x.copy()
         broken[4, column] = value
-        broken[4, (column + 1) % 131] = -value  # inf - inf
+        broken[4, (column + 1) % k] = -value  # inf - inf
         if "int4" not in precision:
             assert np.isnan(product(precision, broken, np.abs(weight))[4]).all()
         ours = product(precision, broken, weight)
@@ -221,12 +238,13 @@ def test_nonfinite_values_stay_in_their_row(precision: str, value: float) -> Non
 
 @each("value, precision", itertools.product([np.nan, np.inf, -np.inf], PRECISIONS))
 def test_nonfinite_values_of_the_weight_stay_in_their_column(precision: str, value: float) -> None:
-    x, weight = draw(14, 131), drawn(precision, 70, 131)
+    k = deep(precision, 131)
+    x, weight = draw(14, k), drawn(precision, 70, k)
     clean = product(precision, x, weight)
     for place in (0, 4) if "int4" in precision else (0, 129, 130):
         if "int4" in precision:
-            q, scales, zeros = weight
-            broken: Any = (q, scales.copy(), zeros)
+            q, scales, *others = weight
+            broken: Any = (q, scales.copy(), *others)
             broken[1][65, place] = value
         else:
             broken = weight.copy()
@@ -238,7 +256,8 @@ def test_nonfinite_values_of_the_weight_stay_in_their_column(precision: str, val
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_empty_products_are_empty(precision: str) -> None:
-    x, weight, bias = draw(3, 40), drawn(precision, 65, 40), draw(65, seed=2)
+    k = deep(precision, 40)
+    x, weight, bias = draw(3, k), drawn(precision, 65, k), draw(65, seed=2)
     x[1] = 0
     (weight[1] if "int4" in precision else weight)[64] = 0
     ours = product(precision, x, weight, bias)
@@ -247,7 +266,8 @@ def test_empty_products_are_empty(precision: str) -> None:
     if "int4" not in precision:  # too small for a scale, and no NaN for that
         ours = product(precision, x * np.float32(1e-42), weight, bias)
         np.testing.assert_array_equal(ours, np.tile(bias, (3, 1)))
-    assert product(precision, draw(3, 5), drawn(precision, 0, 5)).shape == (3, 0)
+    k = deep(precision, 5)
+    assert product(precision, draw(3, k), drawn(precision, 0, k)).shape == (3, 0)
     ours = product(precision, np.zeros((3, 0), np.float32), drawn(precision, 65, 0), bias)
     np.testing.assert_array_equal(ours, np.tile(bias, (3, 1)))
 
@@ -266,7 +286,11 @@ def test_the_largest_sums_are_exact() -> None:
         x[4:] *= -1
         x[::2, ::2] = 0
         exact = x @ (q.astype(np.float32) - (8 if zero is None else zero)).T
-        np.testing.assert_array_equal(linear_int4(x, (q, scales, zeros)), exact)
+        np.testing.assert_array_equal(linear_int4(x, (q, scales, zeros, None)), exact)
+    for nibble, levels in itertools.product(range(16), LEVELS.values()):
+        q = np.full((65, 4096), nibble, np.uint8)
+        exact = x @ levels.astype(np.float32)[q].T
+        np.testing.assert_array_equal(linear_int4(x, (q, scales, None, levels)), exact)
 
 
 def test_scales_far_apart() -> None:
@@ -274,9 +298,14 @@ def test_scales_far_apart() -> None:
     q, x = np.zeros((3, 96), np.uint8), np.zeros((1, 96), np.float32)
     q[:, 5], q[:, 40], q[:, 70], x[0, 40] = 15, 15, 15, 1
     scales = np.array([[1000, 1000 / 4096, 0], [3e-30, 2e-33, 1], [0, 0, 0]], np.float32)
-    ours = linear_int4(x, (q, scales, None))[0]
+    ours = linear_int4(x, (q, scales, None, None))[0]
     np.testing.assert_allclose(ours[0], 7 * scales[0, 1], rtol=2**-10)
     assert ours[1] == 0 and ours[2] == 0
+    for exponent in (0, -128, 127):  # powers of two are exact down to 2^-38
+        scales = np.ldexp(np.ones((1, 3), np.float32), [exponent, exponent - 38, exponent])
+        x[0, 40] = 255
+        ours = linear_int4(x, (q[:1], scales, None, LEVELS["int4 of E2M1"]))
+        assert ours == -12 * 255 * scales[0, 1] and (scales[0, 1] != 0) == (exponent != -128)
 
 
 def test_weights_of_int8_have_the_same_rows() -> None:
@@ -292,14 +321,20 @@ def test_wrong_calls() -> None:
         packed_linear()(x, weight, None, "fp64")
     with pytest.raises(ValueError, match=r"\b66311\b.*\b66312\b"):
         packed_linear()(np.zeros((1, 66312), np.float32), np.zeros((1, 66312), np.float32), None, "int8")
-    x, (q, scales, zeros) = draw(2, 40), in_groups(3, 40, True)
+    x, (q, scales, zeros, _) = draw(2, 40), in_groups(3, 40, True)
     assert zeros is not None
+    whole, levels = in_groups(3, 64, True), LEVELS["int4 of IQ4"]
+    with pytest.raises(ValueError, match=r"\blevels\b.*\b32\b.*\b40\b"):
+        linear_int4(x, (q, scales, None, levels))
+    with pytest.raises(ValueError, match="levels without zero points"):
+        linear_int4(draw(2, 64), (*whole[:3], levels))
     for wrong in (
         lambda: extension().packed_linear_int4(x, packed(q)[:, :-1].copy(), scales, zeros, None),
-        lambda: linear_int4(x, (q, scales[:, :1].copy(), zeros)),
-        lambda: linear_int4(x, (q, scales, zeros[:2].copy())),
-        lambda: linear_int4(x, (q, scales, zeros), np.zeros(2, np.float32)),
-        lambda: linear_int4(x, (q, scales, zeros), None, [3]),
+        lambda: linear_int4(x, (q, scales[:, :1].copy(), zeros, None)),
+        lambda: linear_int4(x, (q, scales, zeros[:2].copy(), None)),
+        lambda: linear_int4(x, (q, scales, zeros, None), np.zeros(2, np.float32)),
+        lambda: linear_int4(x, (q, scales, zeros, None), None, [3]),
+        lambda: linear_int4(draw(2, 64), (*whole[:2], None, levels[:15])),
         lambda: packed_linear()(x, draw(3, 40), None, "int4"),
     ):
         with pytest.raises(ValueError, match=r"\bpacked_linear"):
@@ -317,7 +352,8 @@ def product(which, precision):
 for case in [name.removesuffix(" q") for name in given if name.endswith(" q")]:
     x, q, scales = (given[f"{case} {what}"] for what in ("left", "q", "scales"))
     zeros = given[f"{case} zeros"] if f"{case} zeros" in given else None
-    found[f"{case} int4"] = module.packed_linear_int4(x, q, scales, zeros, None)
+    levels = given[f"{case} levels"].view(np.uint8) if f"{case} levels" in given else None
+    found[f"{case} int4"] = module.packed_linear_int4(x, q, scales, zeros, None, None, levels)
 found["int4 tiles"] = module.num_tile_products()
 names = [name.removesuffix(" x") for name in given if name.endswith(" x")]
 for which in names:
@@ -334,18 +370,21 @@ PATHS = {
 }
 
 
-def groups_of_cases() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]]:
+def groups_of_cases() -> dict[str, tuple[Any, ...]]:
     """By name: rows and a weight of int4, some of them with the largest sums."""
     full, ones = np.full((9, 999), 255, np.float32), np.ones((65, 32), np.float32)
     cases = {
-        f"{rows}{zeros}": (draw(rows, 301), *in_groups(129, 301, zeros))
+        f"{rows} {precision}": (draw(rows, k), *drawn(precision, 129, k))
         for rows in (*range(1, 15), 33, 70)
-        for zeros in (False, True)
+        for precision in PRECISIONS[len(FLOATS_AND_INT8) :]
+        for k in (deep(precision, 301),)
     }
+    ends = [("", None, full, ones), *((name, table, full[:, :992], ones[:, :31]) for name, table in LEVELS.items())]
     return cases | {
-        f"ends{q}{sign}": (full * sign, np.full((65, 999), q, np.uint8), ones, None)
+        f"ends {q} {sign} {name}": (x * sign, np.full((65, x.shape[1]), q, np.uint8), scales.copy(), None, levels)
         for q in (0, 15)
         for sign in (1, -1)
+        for name, levels, x, scales in ends
     }
 
 
@@ -377,9 +416,9 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
         cases |= {f"{name} x": full, f"{name} weight": full * sign, f"{name} bias": np.zeros(rows, np.float32)}
 
     in_int4 = groups_of_cases()
-    for name, (left, q, scales, zeros) in in_int4.items():
-        parts = {"left": left, "q": packed(q), "scales": scales} | ({} if zeros is None else {"zeros": zeros})
-        cases |= {f"{name} {what}": part for what, part in parts.items()}
+    for name, (left, q, *others) in in_int4.items():
+        parts = {"left": left, "q": packed(q), **dict(zip(("scales", "zeros", "levels"), others, strict=True))}
+        cases |= {f"{name} {what}": part for what, part in parts.items() if part is not None}
     results = products_of(isa, PRODUCTS, settings, cases, tmp_path)
     for name, (left, *groups) in in_int4.items():
         np.testing.assert_array_equal(results.pop(f"{name} int4"), linear_int4(left, groups), err_msg=name)
