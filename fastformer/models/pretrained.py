@@ -4,7 +4,7 @@ The weights may also be in several files with an index; see `fastformer.models.w
 
 For a quantised model config.json has "quantization": "int8", and the file holds each rounded matrix X as int8,
 with the scales of its rows beside it as X.scale. For "int4" X holds two numbers in a byte, X.scale the scales of 32
-columns each, and X.zero, if it is there, their zeros (`fastformer.models.quantization`).
+columns each, and X.zero or X.levels, if it is there, their zeros or their levels (`fastformer.models.quantization`).
 """
 
 from __future__ import annotations

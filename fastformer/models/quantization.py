@@ -7,7 +7,8 @@ dtype has a grid of its own: if a folder that was rounded in fp32 is loaded as b
 up to a unit in bf16's last place.
 
 int4: 32 neighbours in a row become scale * (q - zero), with q from 0 to 15 and an fp16 scale; zero is 8 unless the
-weights were rounded by a program that chose others. The weights alone don't determine q and scale, so the model stores
+weights were rounded by a program that chose others. Such a program may have used levels at uneven distances instead:
+scale * levels[q]. The weights alone don't determine q and scale, so the model stores
 them (`Groups`) with the weights, and uses them as long as they reproduce the weights.
 """
 
@@ -27,7 +28,7 @@ from fastformer.ops.quantized_linear import QuantizedMatrix, QuantizedWeights, d
 
 INT8, INT4 = "int8", "int4"
 QUANTIZED = (INT8, INT4)
-SCALE, ZERO = ".scale", ".zero"  # the name of a matrix X's scales is X.scale
+SCALE, ZERO, LEVELS = ".scale", ".zero", ".levels"  # the name of a matrix X's scales is X.scale
 _MOST = 127
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # below this scale, fp32 lacks the bits that the grid needs
 # The candidates for the value of a group's largest number, of which the best is used: beyond -8 that number is clipped,
@@ -41,13 +42,15 @@ class Groups(NamedTuple):
 
     Attributes:
         nibbles: (rows, 16 * groups) uint8, two q from 0 to 15 in each: the low half comes first.
-        scale: (rows, groups) fp16.
+        scale: (rows, groups) fp16; or fp32 beside levels.
         zero: (rows, groups) uint8, up to 16; None: all are 8.
+        levels: (16,) int8, the value of each q, without zeros and an incomplete group; None: q itself, less its zero.
     """
 
     nibbles: Tensor
     scale: Tensor
     zero: Tensor | None = None
+    levels: Tensor | None = None
 
 
 def quantized_names(model: nn.Module) -> list[str]:
@@ -154,7 +157,7 @@ def _nearest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_groups(groups: Groups, columns: int, dtype: torch.dtype) -> Tensor:
     """Computes the matrix (rows, columns) in a dtype: scale * (q - zero), exact in fp32 and then rounded once."""
-    return dequantized(*groups, columns, dtype)
+    return dequantized(*groups[:3], columns, dtype, groups.levels)
 
 
 def is_on(groups: Groups, weight: Tensor) -> bool:
@@ -195,6 +198,9 @@ def quantized_weights(model: nn.Module) -> QuantizedWeights:
     """Returns the matrices of a quantised model as whole numbers, on its device, for steps of decoding.
 
     A table of embeddings that isn't the output's weight is left out: rows are read from it, and nothing multiplies it.
+
+    Raises:
+        ValueError: a matrix has levels, which only the C++ engine reads.
     """
     output = getattr(model, "output_weight", None)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(output)}
@@ -206,8 +212,10 @@ def quantized_weights(model: nn.Module) -> QuantizedWeights:
         if stored is None:
             matrices.append((weight, QuantizedMatrix(*to_grid(weight))))
         elif name in stored:
-            parts = _current(stored[name], weight)
-            matrices.append((weight, QuantizedMatrix(*parts).to(weight.device)))
+            groups = _current(stored[name], weight)
+            if groups.levels is not None:
+                raise ValueError(f"expected int4 of even steps, got the levels {groups.levels.tolist()} of {name}")
+            matrices.append((weight, QuantizedMatrix(*groups[:3]).to(weight.device)))
     return QuantizedWeights(matrices)
 
 
@@ -257,6 +265,8 @@ def packed_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
             packed[name], packed[name + SCALE] = groups.nibbles, groups.scale
             if groups.zero is not None:
                 packed[name + ZERO] = groups.zero
+            if groups.levels is not None:
+                packed[name + LEVELS] = groups.levels.clone()  # a file has no tensors that share memory
     return packed
 
 
@@ -280,7 +290,10 @@ def packed_entries(
             shape = rows, num_groups(columns)
             packed[name] = Entry((rows, shape[1] * GROUP // 2), torch.uint8)
             packed[name + SCALE] = Entry(shape, torch.float16)
-            if name + ZERO in saved:
+            if name + LEVELS in saved:
+                packed[name + SCALE] = Entry(shape, torch.float32)
+                packed[name + LEVELS] = Entry((1 << 4,), torch.int8)
+            elif name + ZERO in saved:
                 packed[name + ZERO] = Entry(shape, torch.uint8)
     return packed
 
@@ -301,6 +314,7 @@ def unpacked_state(
         if precision == INT8:
             state[name] = from_grid(state[name], state.pop(name + SCALE), reference[name].dtype)
         elif name + SCALE in state:
-            groups[name] = Groups(state[name], state.pop(name + SCALE), state.pop(name + ZERO, None))
+            zero, levels = (state.pop(name + part, None) for part in (ZERO, LEVELS))
+            groups[name] = Groups(state[name], state.pop(name + SCALE), zero, levels)
             state[name] = from_groups(groups[name], reference[name].shape[1], reference[name].dtype)
     return state, groups if precision == INT4 else None

@@ -69,10 +69,16 @@ class Stored:
     def _firsts(self) -> list[Groups | None]:
         return [part.groups(0, 1) for part in self._parts]
 
-    @property
+    @cached_property
     def has_groups(self) -> bool:
-        """Whether the file has the numbers as int4."""
-        return all(first is not None for first in self._firsts)
+        """Whether the file has the numbers as int4, with the same levels or none."""
+        return all(first is not None and _same(first.levels, self.levels) for first in self._firsts)
+
+    @property
+    def levels(self) -> Tensor | None:
+        """The levels of a parameter that `has_groups`."""
+        first = self._firsts[0]
+        return None if first is None else first.levels
 
     @property
     def has_zeros(self) -> bool:
@@ -90,6 +96,7 @@ class Stored:
             _joined([part.nibbles for part in found]),
             _joined([part.scale for part in found]),
             _joined(zeros) if self.has_zeros else None,
+            self.levels,
         )
 
     def sample(self, count: int) -> Tensor:
@@ -106,6 +113,10 @@ class Stored:
             if begin < size and end > 0:
                 yield part, (max(0, begin), min(size, end))
             begin, end = begin - size, end - size
+
+
+def _same(levels: Tensor | None, others: Tensor | None) -> bool:
+    return levels is others or (levels is not None and others is not None and torch.equal(levels, others))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

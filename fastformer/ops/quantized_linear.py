@@ -50,12 +50,24 @@ class QuantizedMatrix(NamedTuple):
         return QuantizedMatrix(self.q.to(device), self.scale.to(device), zero)
 
 
-def dequantized(q: Tensor, scale: Tensor, zero: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-    """Computes the numbers of a quantised matrix, (rows, columns) in a dtype: exact in fp32 and then rounded once."""
+def dequantized(
+    q: Tensor, scale: Tensor, zero: Tensor | None, columns: int, dtype: torch.dtype, levels: Tensor | None = None
+) -> Tensor:
+    """Computes the numbers of a quantised matrix, (rows, columns) in a dtype: exact in fp32 and then rounded once.
+
+    Args:
+        q, scale, zero: see `QuantizedMatrix`.
+        columns: the number of columns.
+        dtype: the dtype of the result.
+        levels: (16,) int8, the values of the numbers from 0 to 15 of int4; None: they are less `zero`.
+    """
     if q.dtype == torch.int8:
         return (q.float() * scale[:, None]).to(dtype)
-    numbers = torch.stack([q & 15, q >> 4], -1).view(*scale.shape, GROUP).float()
-    numbers -= 8 if zero is None else zero[..., None].float()
+    numbers = torch.stack([q & 15, q >> 4], -1).view(*scale.shape, GROUP)
+    if levels is not None:
+        numbers = F.embedding(numbers.int(), levels.float()[:, None]).squeeze(-1)  # faster than an index
+    else:
+        numbers = numbers.float() - (8 if zero is None else zero[..., None].float())
     return (numbers * scale[..., None].float()).flatten(1)[:, :columns].to(dtype)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from fastformer import Encoder
 from fastformer.checkpoints import load_model
-from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
+from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, int4_groups, numbers
 from fastformer.checkpoints.gguf.file import GGUF, read_gguf
 from fastformer.checkpoints.gguf.models import pooling_of
 from fastformer.checkpoints.gguf.write import write_gguf
@@ -101,6 +101,18 @@ def test_numbers_equal_ggml(name) -> None:
     assert digest(numbers(kind, (1, 64 * block.numbers), data)) == DIGESTS[name]
 
 
+@pytest.mark.parametrize("kind", [kind for kind, block in BLOCKS.items() if block.groups is not None])
+def test_groups_have_the_numbers(kind) -> None:
+    block, draw = BLOCKS[kind], random.Random(5)
+    data = torch.frombuffer(bytearray(draw.randbytes(6 * block.size)), dtype=torch.uint8)
+    data.view(6, -1)[:, :2] = torch.tensor([[100 + i, 40] for i in range(6)])  # finite scales
+    shape = (3, 2 * block.numbers)
+    groups = int4_groups(kind, shape, data)
+    assert groups is not None and groups.levels is block.levels
+    assert torch.equal(from_groups(groups, shape[1], torch.float32), numbers(kind, shape, data))
+    assert len(numbers(kind, shape, data).unique()) > 20
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_models_and_tokens_equal_transformers(name) -> None:
     model, tokenizer = load(FOLDER / f"{name}.gguf", dtype=torch.float32)
@@ -137,8 +149,10 @@ def test_the_precision_is_that_of_most_numbers_those_of_experts_too(tmp_path) ->
     assert load(tmp_path / "x.gguf")[0].precision == "int8"
 
 
-@pytest.mark.parametrize("stays", [True, False])
-def test_q4_0_keeps_its_integers_and_scales(stays, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stays"), [(Kind.Q4_0, True), (Kind.Q4_0, False), (Kind.IQ4_NL, True), (Kind.MXFP4, True)]
+)
+def test_numbers_of_4_bits_keep_their_integers_and_scales(kind, stays, tmp_path, monkeypatch) -> None:
     if not stays:  # as on a GPU
         monkeypatch.setattr("fastformer.checkpoints.hf.common._stays", lambda device: False)
     values, tensors = contents(LLAMA)
@@ -146,17 +160,23 @@ def test_q4_0_keeps_its_integers_and_scales(stays, tmp_path, monkeypatch) -> Non
     for name, (_, sizes, _) in tensors.items():
         if len(sizes) == 2 and name != "output.weight":
             scales = np.array([draw.uniform(0.01, 0.05) for _ in range(sizes[0] * sizes[1] // 32)], np.float16)
+            if kind == Kind.MXFP4:
+                scales = np.array([draw.randrange(119, 126) for _ in scales], np.uint8)
             data = b"".join(scale.tobytes() + draw.randbytes(16) for scale in scales)
-            tensors[name] = int(Kind.Q4_0), sizes, data
+            tensors[name] = int(kind), sizes, data
+    others = {"output.weight"}
+    if kind == Kind.IQ4_NL:  # a map and its gate, which are one matrix, with different levels
+        tensors["blk.0.ffn_up.weight"] = int(Kind.Q4_0), *tensors["blk.0.ffn_up.weight"][1:]
+        others.add("decoder.layers.0.linear1.weight")
     (tmp_path / "x.gguf").write_bytes(to_bytes(values, tensors))
     model, _ = load(tmp_path / "x.gguf")
     assert model.precision == "int4"
     state = model.state_dict()
     matrices = {name for name, tensor in state.items() if tensor.dim() == 2}
-    assert {*model.int4_groups} == matrices - {"output.weight"}
+    assert {*model.int4_groups} == matrices - others
     for name, groups in model.int4_groups.items():
         assert torch.equal(from_groups(groups, state[name].shape[1], torch.float32), state[name])
-    plain = numbers(Kind.Q4_0, (64, 32), read_gguf(tmp_path / "x.gguf").tensors["blk.1.ffn_up.weight"].data)
+    plain = numbers(kind, (64, 32), read_gguf(tmp_path / "x.gguf").tensors["blk.1.ffn_up.weight"].data)
     assert torch.equal(state["decoder.layers.1.linear1.weight"][64:], plain)
 
 

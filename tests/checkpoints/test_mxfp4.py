@@ -17,6 +17,8 @@ from fastformer.checkpoints.file_matrix import FileMatrix
 from fastformer.checkpoints.hf.mxfp4 import take_matrices
 from fastformer.generation import generate
 from fastformer.models import GPT
+from fastformer.models.quantization import from_groups
+from fastformer.models.stored import has_stored
 from tests.checkpoints.families import ENGLISH, byte_level
 from tests.foreign.gguf_files import to_mxfp4
 from tests.generation.small import needs_cpp
@@ -49,7 +51,7 @@ def published(tmp_path: Path) -> tuple[Path, Any]:
 def test_numbers_are_those_of_transformers(published: tuple[Path, Any]) -> None:
     folder, theirs = published
     model, tokenizer = load_model(folder, ("GPT",), dtype=torch.float32)
-    assert isinstance(model, GPT) and model.precision == "int8" and model.config.attention_sinks
+    assert isinstance(model, GPT) and model.precision == "int4" and model.config.attention_sinks
     assert tokenizer.decode(tokenizer.encode(ENGLISH[0])) == ENGLISH[0]
     with torch.inference_mode():
         torch.testing.assert_close(model(IDS), theirs(IDS).logits, rtol=1e-4, atol=1e-4)
@@ -71,11 +73,35 @@ def test_the_engine_generates_from_a_folder(published: tuple[Path, Any]) -> None
     due = theirs.generate(IDS, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None)
     found = generate(model, IDS.tolist(), max_new_tokens=12, min_new_tokens=12, precision="fp32")
     assert torch.equal(found.cpu(), due)
-    rounded = generate(model, IDS.tolist(), max_new_tokens=12, min_new_tokens=12)  # in int8
+    rounded = generate(model, IDS.tolist(), max_new_tokens=12, min_new_tokens=12)  # in int4, the others in int8
     with torch.inference_mode():
         logits = model(rounded[:, :-1])[:, -12:]
     chosen = logits.gather(-1, rounded[:, -12:, None]).squeeze(-1)
     assert (logits.amax(-1) - chosen).mean() < 0.1 * logits.std()
+
+
+@needs_cpp
+def test_the_engine_keeps_the_numbers_of_4_bits(published: tuple[Path, Any]) -> None:
+    folder, _ = published
+    ids = torch.randint(3, 200, (1024, 9), generator=torch.Generator().manual_seed(1))
+    read = load_model(folder, ("GPT",), dtype=torch.float32)[0].eval()
+    with torch.inference_mode():
+        due = read(ids)[:, -1].double().log_softmax(-1)
+
+    def error(precision: str | None) -> float:
+        model, _ = load_model(folder, ("GPT",), dtype=torch.float32)
+        groups = model.int4_groups or {}
+        assert {name for name, part in groups.items() if part.levels is not None} == {
+            f"decoder.layers.{layer}.mixture.linear{i}.weight" for layer in (0, 1) for i in (1, 2)
+        }
+        out = generate(
+            model, ids.tolist(), max_new_tokens=1, precision=precision, engine="cpp", return_dict_in_generate=True
+        )
+        assert has_stored(model.modules())  # the engine packs the weights from the file
+        gap = out.token_log_probs[:, -1].double() - due.gather(1, out.sequences[:, -1:])[:, 0]
+        return float(gap.abs().median())  # the few tokens that go to other experts differ more
+
+    assert error(None) == error("int4") < error("int8")
 
 
 def without(end: str) -> Callable[[dict[str, Tensor]], None]:
@@ -127,6 +153,12 @@ def test_the_smallest_and_the_largest_numbers_are_exact() -> None:
     take_matrices(tensors, Path("a folder"))
     (matrix,) = tensors.values()
     assert isinstance(matrix, FileMatrix)
+    assert torch.equal(from_groups(matrix.groups(0, 1), 96, torch.float32), matrix.read())
+    halves = {"x_blocks": torch.full_like(blocks, 0x11), "x_scales": torch.tensor([[[255, 127, 127]]]).byte()}
+    take_matrices(halves, Path("a folder"))
+    for read in (lambda part: part.read(), lambda part: part.groups(0, 1)):
+        with pytest.raises(ValueError, match="finite"):
+            read(halves["x"])
     row = matrix.read()[0].view(3, 16, 2).double()
     positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     due = torch.cat([positive, -positive])

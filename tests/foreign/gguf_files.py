@@ -300,7 +300,7 @@ def write_blocks() -> dict[str, str]:
     import numpy as np
 
     names = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-             "MXFP4"]  # fmt: skip
+             "IQ4_XS", "MXFP4"]  # fmt: skip
     result = {}
     for kind in map(gguf.GGMLQuantizationType.__getitem__, names):
         data = np.frombuffer(block_bytes(int(kind), gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)[None]

@@ -31,7 +31,7 @@ def matrix_of(kind: str, columns: int, depth: int, device: str, dtype: torch.dty
     weight = torch.randn(columns, depth, device=device, dtype=dtype) * depth**-0.5
     if kind == "int8":
         return QuantizedMatrix(*to_grid(weight))
-    nibbles, scale, _ = to_groups(weight)
+    nibbles, scale, *_ = to_groups(weight)
     zero = torch.randint(0, 17, scale.shape, dtype=torch.uint8) if kind.endswith("zeros") else None
     return QuantizedMatrix(nibbles, scale, zero).to(torch.device(device))
 

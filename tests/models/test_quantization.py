@@ -18,6 +18,7 @@ from fastformer.models.quantization import (
     groups_of,
     is_on,
     quantized_names,
+    quantized_weights,
     to_grid,
     to_groups,
 )
@@ -240,6 +241,9 @@ def test_nibbles_have_the_documented_order() -> None:
     q = torch.arange(16).repeat_interleave(2)[:31]
     assert torch.equal(from_groups(Groups(nibbles, scale), 31, torch.float32)[0], (q - 8) * 0.5)
     assert torch.equal(from_groups(Groups(nibbles, scale, torch.tensor([[16]])), 31, torch.float32)[0], (q - 16) * 0.5)
+    squares = (torch.arange(16) ** 2 // 2).to(torch.int8)
+    groups = Groups(nibbles, scale.float() * 2.0**-40, levels=squares)
+    assert torch.equal(from_groups(groups, 31, torch.float32)[0], squares[q] * 2.0**-41)
     order = Groups(torch.full((1, 16), 0x21, dtype=torch.uint8), scale)
     assert from_groups(order, 4, torch.float32).tolist() == [[-3.5, -3.0, -3.5, -3.0]]
 
@@ -289,3 +293,58 @@ def test_a_quantised_model_decodes_in_int4_by_itself(kind, tmp_path) -> None:
         if "embedding" in name and not model.config.tie_embeddings:
             rounded.state_dict()[name].copy_(model.state_dict()[name])
     assert not torch.equal(found(model, precision="int4"), found(model))
+
+
+def by_levels(model: GPT) -> GPT:
+    """Returns a model in int4 whose groups say the same numbers by levels in another order."""
+    result = copy.deepcopy(model)
+    assert model.int4_groups is not None
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
+    levels, places = (order - 8).to(torch.int8), order.argsort().to(torch.uint8)
+
+    def moved(nibbles: torch.Tensor) -> torch.Tensor:
+        return places[(nibbles & 15).long()] | places[(nibbles >> 4).long()] << 4
+
+    result.int4_groups = {
+        name: Groups(moved(groups.nibbles), groups.scale.float(), None, levels)
+        for name, groups in model.int4_groups.items()
+    }
+    return result
+
+
+@needs_cpp
+def test_levels_are_computed_copied_and_saved_as_the_numbers_that_they_say(tmp_path) -> None:
+    options = {"num_experts": 4, "activation": "swiglu", "d_ff": 64, "tie_embeddings": True}
+    plain = drawn(GPT, **options).quantize("int4")
+    model = by_levels(plain)
+    for name, groups in model.int4_groups.items():
+        assert is_on(groups, model.state_dict()[name])
+    model.save_pretrained(tmp_path / "a")
+    loaded = GPT.from_pretrained(tmp_path / "a")
+    source = torch.randint(3, 70, (40, 9), generator=torch.Generator().manual_seed(1))
+
+    def scores(model: GPT) -> torch.Tensor:
+        return generate(model, source, max_new_tokens=6, return_dict_in_generate=True).token_log_probs
+
+    for same in (model, loaded, copy.deepcopy(model), model.quantize("int4")):
+        assert torch.equal(scores(same), scores(plain))
+    assert loaded.int4_groups.keys() == model.int4_groups.keys()
+    for name, groups in model.int4_groups.items():
+        assert all(torch.equal(a, b) for a, b in zip(groups, loaded.int4_groups[name], strict=True) if a is not None)
+    loaded.save_pretrained(tmp_path / "b")
+    first, second = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in "ab")
+    assert first == second
+    for each in (plain, model):
+        each.decoder.layers[1] = each.decoder.layers[0]  # one copy of several names
+    assert torch.equal(scores(model), scores(plain))
+    with pytest.raises(ValueError, match=r"even steps.*levels"):  # only the C++ engine reads levels
+        quantized_weights(model)
+    whole, name = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors"), "embedding.weight"
+    for change in (
+        {f"{name}.levels": whole[f"{name}.levels"][:15].clone()},
+        {f"{name}.scale": whole[f"{name}.scale"].half()},
+        {f"{name}.zero": torch.full((70, 1), 8, dtype=torch.uint8)},
+    ):
+        safetensors.torch.save_file({**whole, **change}, tmp_path / "a" / "model.safetensors")
+        with pytest.raises(ValueError, match=next(iter(change))):
+            GPT.from_pretrained(tmp_path / "a")

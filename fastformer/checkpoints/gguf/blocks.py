@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fastformer.checkpoints.levels import E2M1, IQ4, scales_of
 from fastformer.models.quantization import Groups
 
 _ROWS_AT_ONCE = 1 << 20  # numbers that are computed at a time, so that the parts of a computation stay small
-_E2M1 = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, 0.0, -1, -2, -3, -4, -6, -8, -12])[:, None]  # twice MXFP4's numbers
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 class Kind(IntEnum):
@@ -38,6 +37,7 @@ class Kind(IntEnum):
     Q5_K = 13
     Q6_K = 14
     IQ4_NL = 20
+    IQ4_XS = 23
     BF16 = 30
     MXFP4 = 39
 
@@ -51,12 +51,17 @@ class Block(NamedTuple):
         compute: the bytes of blocks (count, size) -> their numbers (count, numbers) in fp32; None: the numbers
             themselves are stored, of `dtype`.
         dtype: see `compute`.
+        groups: the bytes of blocks -> their numbers of 4 bits (count, numbers), and the scales of each 32 of them
+            (count, -1); None: they have no such form.
+        levels: those of `Groups`.
     """
 
     numbers: int
     size: int
     compute: Callable[[Tensor], Tensor] | None = None
     dtype: torch.dtype | None = None
+    groups: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    levels: Tensor | None = None
 
 
 def _half(x: Tensor) -> Tensor:
@@ -86,8 +91,31 @@ def _fifth(x: Tensor) -> Tensor:
     return _shifted(x, (*range(8),), 1, 1) << 4
 
 
-def _q4_0(x: Tensor) -> Tensor:
-    return _half(x[:, :2]) * (_nibbles(x[:, 2:]).float() - 8)
+def _in_groups(
+    numbers: int, size: int, groups: Callable[[Tensor], tuple[Tensor, Tensor]], levels: Tensor | None = None
+) -> Block:
+    """Returns a block whose numbers are given by its groups."""
+    table = None if levels is None else levels.float()[:, None]
+
+    def compute(x: Tensor) -> Tensor:
+        q, scale = groups(x)
+        # Faster than an index.
+        return _scaled(q.float() - 8 if table is None else functional.embedding(q.int(), table), scale.float())
+
+    return Block(numbers, size, compute, groups=groups, levels=levels)
+
+
+def _q4_0(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _nibbles(x[:, 2:]), x[:, :2].contiguous().view(torch.float16)
+
+
+def _iq4_xs(x: Tensor) -> tuple[Tensor, Tensor]:
+    scales = _shifted(x[:, 4:8], (0, 4), 4, 1) | _shifted(x[:, 2:4], (0, 2, 4, 6), 2, 1) << 4
+    return _nibbles(x[:, 8:]), _half(x[:, :2]) * (scales.float() - 32)
+
+
+def _mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _nibbles(x[:, 1:]), scales_of(x[:, :1])
 
 
 def _q4_1(x: Tensor) -> Tensor:
@@ -104,15 +132,6 @@ def _q5_1(x: Tensor) -> Tensor:
 
 def _q8_0(x: Tensor) -> Tensor:
     return x[:, 2:].contiguous().view(torch.int8).float() * _half(x[:, :2])
-
-
-def _iq4_nl(x: Tensor) -> Tensor:
-    return _half(x[:, :2]) * torch.tensor(_IQ4, dtype=torch.float32)[_nibbles(x[:, 2:]).long()]
-
-
-def _mxfp4(x: Tensor) -> Tensor:
-    twice = functional.embedding(_nibbles(x[:, 1:]).int(), _E2M1).squeeze(-1)  # faster than an index
-    return twice.mul_(torch.ldexp(torch.ones(len(x), 1), x[:, :1].int() - 128))
 
 
 def _scaled(q: Tensor, scale: Tensor, least: Tensor | None = None) -> Tensor:
@@ -160,7 +179,7 @@ BLOCKS: dict[Kind, Block] = {
     Kind.F32: Block(1, 4, dtype=torch.float32),
     Kind.F16: Block(1, 2, dtype=torch.float16),
     Kind.BF16: Block(1, 2, dtype=torch.bfloat16),
-    Kind.Q4_0: Block(32, 18, _q4_0),
+    Kind.Q4_0: _in_groups(32, 18, _q4_0),
     Kind.Q4_1: Block(32, 20, _q4_1),
     Kind.Q5_0: Block(32, 22, _q5_0),
     Kind.Q5_1: Block(32, 24, _q5_1),
@@ -170,8 +189,9 @@ BLOCKS: dict[Kind, Block] = {
     Kind.Q4_K: Block(256, 144, _q4_k),
     Kind.Q5_K: Block(256, 176, _q5_k),
     Kind.Q6_K: Block(256, 210, _q6_k),
-    Kind.IQ4_NL: Block(32, 18, _iq4_nl),
-    Kind.MXFP4: Block(32, 17, _mxfp4),
+    Kind.IQ4_NL: _in_groups(32, 18, _q4_0, IQ4),
+    Kind.IQ4_XS: _in_groups(256, 136, _iq4_xs, IQ4),
+    Kind.MXFP4: _in_groups(32, 17, _mxfp4, E2M1),
 }
 
 
@@ -195,8 +215,14 @@ def numbers(kind: Kind, shape: tuple[int, ...], data: Tensor) -> Tensor:
     return result.view(shape)
 
 
-def int4_groups(shape: tuple[int, ...], data: Tensor) -> Groups:
-    """Returns a matrix of Q4_0 as groups, with the numbers of the file."""
-    blocks = data.view(shape[0], -1, BLOCKS[Kind.Q4_0].size)
-    q = _nibbles(blocks[..., 2:].reshape(-1, 16)).view(shape[0], -1)
-    return Groups(q[:, ::2] | q[:, 1::2] << 4, blocks[..., :2].contiguous().view(torch.float16).squeeze(-1))
+def int4_groups(kind: Kind, shape: tuple[int, ...], data: Tensor) -> Groups | None:
+    """Returns a matrix as groups, with the numbers of the file; None: its kind has none.
+
+    Args:
+        kind, shape, data: see `numbers`.
+    """
+    block = BLOCKS[kind]
+    if block.groups is None:
+        return None
+    q, scale = (part.view(shape[0], -1) for part in block.groups(data.view(-1, block.size)))
+    return Groups(q[:, ::2] | q[:, 1::2] << 4, scale, levels=block.levels)

@@ -74,7 +74,7 @@ class Stored(NamedTuple):
         return result.clone() if result.data_ptr() == data.data_ptr() else result  # a view of the file
 
     def groups_of(self, shape: tuple[int, ...], data: Tensor) -> Groups | None:
-        return int4_groups(shape, data.flatten()) if self.kind == Kind.Q4_0 else None
+        return int4_groups(self.kind, shape, data.flatten())
 
 
 class GGUF(NamedTuple):

@@ -68,8 +68,8 @@ def load_file(
 ) -> tuple[GPT | BERT, Tokenizer]:
     """Loads the model and the tokenizer of a GGUF file.
 
-    The weights are the file's numbers. If most of them are Q4_0, the model's precision is int4, with the file's
-    integers and scales; if they are of other quantised kinds, it is int8, for which the engine rounds them again.
+    The weights are the file's numbers. If most of them are of kinds that have groups in `BLOCKS`, the model's precision
+    is int4, with these; if they are of other quantised kinds, it is int8, for which the engine rounds them again.
 
     Args:
         path: the file; of a split model, any of its files.
@@ -413,12 +413,12 @@ def _unpermuted(tensor: Tensor, heads: int, name: str) -> Tensor:
 
 def _note_precision(file: GGUF, model: Any) -> None:
     """Sets the precision in which a quantised model is computed, and logs which numbers that rounds again."""
-    matrices = [stored for stored in file.tensors.values() if len(stored.shape) > 1]
     counts = Counter[Kind]()
-    for stored in matrices:
-        counts[stored.kind] += math.prod(stored.shape)
+    for stored in file.tensors.values():
+        counts[stored.kind] += math.prod(stored.shape) if len(stored.shape) > 1 else 0
     rounded = Counter({kind: count for kind, count in counts.items() if BLOCKS[kind].compute is not None})
-    precision: str | None = INT4 if rounded[Kind.Q4_0] * 2 > sum(rounded.values()) else INT8
+    in_groups = sum(count for kind, count in rounded.items() if BLOCKS[kind].groups is not None)
+    precision: str | None = INT4 if in_groups * 2 > sum(rounded.values()) else INT8
     if sum(rounded.values()) * 2 < sum(counts.values()):
         precision = None
     set_precision(model, precision, file.path)

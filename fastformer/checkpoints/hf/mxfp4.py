@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastformer.checkpoints.file_matrix import FileMatrix
+from fastformer.checkpoints.levels import E2M1, scales_of
 from fastformer.models.quantization import GROUP, Groups
 
 METHOD = "mxfp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NUMBERS = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)])
-_PAIRS = torch.stack([_NUMBERS.repeat(16), _NUMBERS.repeat_interleave(16)], 1)  # those of each byte
-_EXPONENT_OF_ONE = 127
+_PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], 1).float()  # those of each byte
+_NAN = 255
 
 
 def take_matrices(left: dict[str, Tensor], folder: Path) -> None:
@@ -74,11 +73,14 @@ class _Source(NamedTuple):
 
     def numbers_of(self, shape: tuple[int, ...], blocks: Tensor, scales: Tensor) -> Tensor:
         numbers = functional.embedding(blocks.int(), _PAIRS).flatten(2)  # several times as fast as an index
-        powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _EXPONENT_OF_ONE)
-        return numbers.mul_(powers[..., None]).flatten(1)
+        return numbers.mul_(_scales_of(scales)[..., None]).flatten(1)
 
-    def groups_of(self, shape: tuple[int, ...], blocks: Tensor, scales: Tensor) -> Groups | None:
-        return None
+    def groups_of(self, shape: tuple[int, ...], blocks: Tensor, scales: Tensor) -> Groups:
+        return Groups(blocks.flatten(1), _scales_of(scales), levels=E2M1)
 
     def release(self, *parts: Tensor) -> None:
         """Does nothing: the system takes the memory of a mapped file if it needs it."""
+
+
+def _scales_of(exponents: Tensor) -> Tensor:
+    return scales_of(exponents).masked_fill_(exponents == _NAN, torch.nan)

@@ -125,7 +125,7 @@ def dequantized(
     plain = {name: value for name, value in settings.items() if name != _SETTINGS}
     if rounded["quant_method"] == mxfp4.METHOD:
         mxfp4.take_matrices(left, folder)
-        return Dequantized(plain, left, INT8, None)
+        return Dequantized(plain, left, INT4, None)
     sizes = Counter[int]()  # how many whole numbers have so many bits
     kind, num_matrices, num_int4, shuffled = settings.get("model_type"), 0, 0, 0
     is_compressed = "schemes" in rounded

@@ -33,7 +33,7 @@ from fastformer.generation.native_search import NativeSearch
 from fastformer.models import GPT, Transformer
 from fastformer.models.as_made import tensors_of
 from fastformer.models.gpt import GPTConfig
-from fastformer.models.quantization import GROUP, INT4, SCALE, ZERO, Groups, groups_of, num_groups, to_groups
+from fastformer.models.quantization import GROUP, INT4, LEVELS, SCALE, ZERO, Groups, groups_of, num_groups, to_groups
 from fastformer.models.stored import Stored, has_stored, stand_in, stored_in
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
@@ -486,7 +486,7 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
     for name, tensor in tensors.items():
         is_int4 = precision == INT4 and not _is_looked_up(name)
         if (first := firsts.setdefault((id(tensor), is_int4), name)) != name:
-            parts = ("", SCALE, ZERO)
+            parts = ("", SCALE, ZERO, LEVELS)
             arrays |= {name + part: arrays[first + part] for part in parts if first + part in arrays}
             continue
         if (source := stored.get(id(tensor))) is not None:
@@ -500,6 +500,8 @@ def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> d
         arrays[name], arrays[name + SCALE] = group.nibbles.numpy(), group.scale.float().numpy()
         if group.zero is not None:
             arrays[name + ZERO] = group.zero.numpy()
+        if group.levels is not None:
+            arrays[name + LEVELS] = group.levels.view(torch.uint8).numpy()
     return arrays
 
 
@@ -508,7 +510,7 @@ def _in_parts(name: str, source: Stored, *, is_int4: bool) -> dict[str, Any]:
     rows, columns = source.shape
     if not is_int4:
         return {name: (rows, columns, False, lambda begin, end: source.rows(begin, end).numpy())}
-    groups = num_groups(columns)
+    groups, levels = num_groups(columns), source.levels if source.has_groups else None
 
     @lru_cache(1)  # the same rows are asked for part by part
     def read(begin: int, end: int) -> Groups:
@@ -521,6 +523,7 @@ def _in_parts(name: str, source: Stored, *, is_int4: bool) -> dict[str, Any]:
         name: (rows, groups * GROUP // 2, True, lambda begin, end: read(begin, end).nibbles.numpy()),
         name + SCALE: (rows, groups, False, lambda begin, end: read(begin, end).scale.float().numpy()),
         **({name + ZERO: (rows, groups, True, zeros)} if source.has_zeros else {}),
+        **({name + LEVELS: levels.view(torch.uint8).numpy()} if levels is not None else {}),
     }
 
 
