@@ -18,7 +18,7 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 KEY = "tokenizer.ggml."
 TEXT = "We'LL see 12345 camelCase a/\n/b e\u0301"
 # By llama.cpp's names: the words of the text (_ is a space), and whether a word that is a token is one whatever the
-# merges make of it, and whether a text begins with BOS. Only qwen2 normalises.
+# merges make of it, and whether a text begins with BOS. Only qwen2 and qwen35 normalise.
 GPT2 = "We ' LL _see _12345 _camelCase _a / \n / b _e \u0301"
 DIGITS = GPT2.replace("_12345", "_ 1 2 3 4 5")
 LLAMA3 = "We 'LL _see _ 123 45 _camelCase _a /\n /b _e \u0301"
@@ -33,7 +33,7 @@ CUTS: dict[str, tuple[str, bool, bool]] = {
     ),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (LLAMA3, True, True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), (LLAMA3, False, False)),
-    "qwen2": (QWEN2.replace("_e \u0301", "_\u00e9"), False, False),
+    **dict.fromkeys(("qwen2", "qwen35"), (QWEN2.replace("_e \u0301", "_\u00e9"), False, False)),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez", "stablelm2"), (QWEN2, False, False)),
     "tekken": (f"We 'LL {CAMEL}", True, True),
     **dict.fromkeys(("gpt-4o", "llama4"), (f"We'LL {CAMEL}".replace("1 2 3 4 5", "123 45"), False, False)),
@@ -67,12 +67,19 @@ def test_a_text_is_cut_as_its_name_says(name, values) -> None:
     assert bool(made(vocabulary(values, pre=name, add_bos_token=not adds_bos)).encode("")) != adds_bos
 
 
+def test_marks_above_letters_belong_to_words_of_qwen35(values) -> None:
+    text = "b\u0301c ?\u0301"
+    for name, words in (("qwen2", ["b", "\u0301c", " ?\u0301"]), ("qwen35", ["b\u0301c", " ?", "\u0301"])):
+        library: Any = getattr(made(vocabulary(values, pre=name)).backend, "tokenizer")  # noqa: B009
+        assert [text[slice(*place)] for _, place in library.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
 def test_every_name_has_a_row() -> None:
     assert PRE.keys() == CUTS.keys()
 
 
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>",
-        "<|end_of_text|>", "<eos>")  # fmt: skip
+        "<|end_of_text|>", "<eos>", "<turn|>", "<|tool_response>", "<|call|>")  # fmt: skip
 
 
 def test_tokens_that_end_a_text_by_their_names_are_ends_and_special(values) -> None:
@@ -84,4 +91,6 @@ def test_tokens_that_end_a_text_by_their_names_are_ends_and_special(values) -> N
     assert set(known.ends) == {*usual, *renamed} and {*range(first, first + len(ENDS))} <= {*renamed}
     assert known.types[first:] == [3] * len(ENDS) + [4]
     assert [i for i in vocabulary(values, tokens=[*tokens, *ENDS], token_type=[*types, *[1] * len(ENDS)]).ends] == usual
+    both = vocabulary(values, tokens=[*tokens, *ENDS, "<|return|>"], token_type=[*types, *[3] * (len(ENDS) + 1)]).ends
+    assert {*both} == {*known.ends, first + len(ENDS)} - {known.tokens.index("<|end|>")}  # ends a message of gpt-oss
     assert vocabulary(values, eot_token_id=5, eom_token_id=7).ends[:3] == [usual[0], 5, 7]  # the usual one first

@@ -1,9 +1,10 @@
 """The tokenizer inside of a GGUF file.
 
-tokenizer.ggml.model            "gpt2": a byte-level BPE; "llama": a SentencePiece BPE; "bert": WordPiece
+tokenizer.ggml.model            "gpt2": a byte-level BPE; "llama": a SentencePiece BPE; "gemma4": that with merges;
+                                "bert": WordPiece
 tokenizer.ggml.pre              how a "gpt2" cuts a text into words, by name (`PRE`)
 tokenizer.ggml.tokens           the tokens at their ids; scores and token_type have their scores and types
-tokenizer.ggml.merges           of a "gpt2"
+tokenizer.ggml.merges           of a "gpt2" and a "gemma4"
 tokenizer.ggml.X_token_id       the ids of bos, eos, eot, eom, unknown, seperator (so spelled), padding, cls, mask
 tokenizer.ggml.add_bos_token    whether a text begins with bos
 tokenizer.chat_template         a template of Jinja
@@ -33,6 +34,7 @@ _SLASHED = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LLAMA3 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN35 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}\p{N}", r"\s\p{L}\p{M}\p{N}")
 _TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHED}"
 _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
@@ -64,13 +66,16 @@ PRE: dict[str, _Pre] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _Pre((_LLAMA3,), True, True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre((_LLAMA3,))),
     "qwen2": _Pre((_QWEN2,), nfc=True),
+    "qwen35": _Pre((_QWEN35,), nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez", "stablelm2"), _Pre((_QWEN2,))),
     "tekken": _Pre((_TEKKEN,), True, True),
     **dict.fromkeys(("gpt-4o", "llama4"), _Pre((_GPT4O,))),
 }
 # Tokens that end a text in some models, whether or not a file names their ids.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>",
-         "<|end_of_text|>", "<eos>")  # fmt: skip
+         "<|end_of_text|>", "<eos>", "<turn|>", "<|tool_response>", "<|return|>", "<|call|>")  # fmt: skip
+# The tokens of a gpt-oss, whose <|end|> only ends one of the messages of an answer.
+_OF_MESSAGES = {"<|return|>", "<|call|>"}
 CHAT = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _WORD = "▁"
 _MOST_SPECIAL = 1 << 20
@@ -108,8 +113,10 @@ class Vocabulary(NamedTuple):
     def ends(self) -> list[int]:
         """The ids that end a text, the usual one first."""
         named = [self.ids[name] for name in ("eos", "eot", "eom") if name in self.ids]
-        special = (i for i, kind in enumerate(self.types) if kind in (CONTROL, USER) and self.tokens[i] in _ENDS)
-        return [i for i in dict.fromkeys((*named, *special)) if self.types[i] != BYTE]
+        special = [i for i, kind in enumerate(self.types) if kind in (CONTROL, USER) and self.tokens[i] in _ENDS]
+        has_messages = {self.tokens[i] for i in special} >= _OF_MESSAGES
+        found = [i for i in dict.fromkeys((*named, *special)) if self.types[i] != BYTE]
+        return [i for i in found if not has_messages or self.tokens[i] != "<|end|>"]
 
     @property
     def last(self) -> int:
@@ -169,8 +176,10 @@ def decoder_tokenizer(vocabulary: Vocabulary, *, encodes: bool = False) -> MakeT
         backend, adds_bos = _byte_level(vocabulary, pre), _pre(vocabulary, pre).adds_bos
     elif kind == "llama":
         backend, adds_bos = _sentencepiece(vocabulary), True
+    elif kind == "gemma4":
+        backend, adds_bos = _merged_pieces(vocabulary), True
     else:
-        raise ValueError(f"expected a tokenizer.ggml.model of 'gpt2' or 'llama' for a language model, got {kind!r}")
+        raise ValueError(f"expected a tokenizer.ggml.model of 'gpt2', 'llama' or 'gemma4', got {kind!r}")
     ids = vocabulary.ids
     bos = ids.get("bos", 1 if kind == "llama" else None) if vocabulary.get("add_bos_token", bool, adds_bos) else None
     chat = {name: vocabulary.tokens[ids[key]] for name, key in CHAT.items() if key in ids}
@@ -232,17 +241,43 @@ def _pre(vocabulary: Vocabulary, name: str | None) -> _Pre:
 
 def _byte_level(vocabulary: Vocabulary, name: str | None) -> LibraryBackend:
     """Makes a byte-level BPE of the tokenizers library."""
-    pre, merges = _pre(vocabulary, name), vocabulary.get("merges", list, [])
+    pre = _pre(vocabulary, name)
+    cuts: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False} for cut in pre.cuts
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return _merging(
+        vocabulary,
+        {"ignore_merges": pre.whole_words},
+        normalizer={"type": "NFC"} if pre.nfc else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*cuts, level]},
+        decoder=level,
+    )
+
+
+def _merged_pieces(vocabulary: Vocabulary) -> LibraryBackend:
+    """Makes a BPE of the tokenizers library that merges characters, with spaces as ▁, and spells others by bytes."""
+    unk = vocabulary.ids.get("unknown")
+    model = {"byte_fallback": True, "fuse_unk": True, "unk_token": None if unk is None else vocabulary.tokens[unk]}
+    spaces = {"type": "Replace", "pattern": {"String": _WORD}, "content": " "}
+    return _merging(
+        vocabulary,
+        model,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": _WORD},
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+    )
+
+
+def _merging(vocabulary: Vocabulary, model: Mapping[str, Any], **parts: Any) -> LibraryBackend:
+    """Makes a BPE of the tokenizers library with the tokens and the merges of a file."""
+    merges = vocabulary.get("merges", list, [])
     pairs = [merge.split(" ") for merge in merges if isinstance(merge, str)]
     if len(pairs) < len(merges) or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"expected tokenizer.ggml.merges of {vocabulary.path} to be pairs of tokens")
     vocab = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.types[i] != UNUSED}
     if len(vocab) < len(vocabulary.tokens) - vocabulary.types.count(UNUSED):
         raise ValueError(f"expected tokens that differ in {vocabulary.path}, got some of them twice")
-    cuts: list[dict[str, Any]] = [
-        {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False} for cut in pre.cuts
-    ]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     added = [
         {
             "id": i, "content": token, "special": is_special, "single_word": False, "lstrip": False, "rstrip": False,
@@ -253,10 +288,8 @@ def _byte_level(vocabulary: Vocabulary, name: str | None) -> LibraryBackend:
     values: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": added,
-        "normalizer": {"type": "NFC"} if pre.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, level]},
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": pairs, "ignore_merges": pre.whole_words},
+        **parts,
+        "model": {"type": "BPE", "vocab": vocab, "merges": pairs, **model},
     }
     return LibraryBackend(read_library(vocabulary.path, values), str(vocabulary.path))
 
