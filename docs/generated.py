@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 
 from docstring_parser import parse as parse_docstring
 
-from fastformer.checkpoints.gguf.models import ARCHITECTURES
+from fastformer.checkpoints.gguf.architectures import ARCHITECTURES
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED
 from fastformer.cli import COMMANDS
 from fastformer.commands import _parsing

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from fastformer.checkpoints.gguf.architectures import ARCHITECTURES
 from fastformer.checkpoints.gguf.file import first_value
-from fastformer.checkpoints.gguf.models import ARCHITECTURES
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.cli import COMMANDS
 from fastformer.commands import _parsing
