@@ -131,10 +131,11 @@ def test_models_and_tokens_equal_transformers(name) -> None:
 
 
 def test_dtypes_and_precisions_are_those_of_the_file() -> None:
-    files = {name: load(FOLDER / f"{name}.gguf")[0] for name in ("llama", "smollm", "qwen3")}
+    files = {name: load(FOLDER / f"{name}.gguf")[0] for name in ("llama", "smollm", "qwen3", "gptoss")}
     found = {name: (model.precision, next(model.parameters()).dtype) for name, model in files.items()}
     assert found == {
-        "llama": ("int8", torch.float32), "smollm": (None, torch.bfloat16), "qwen3": (None, torch.float32)
+        "llama": ("int8", torch.float32), "smollm": (None, torch.bfloat16), "qwen3": (None, torch.float32),
+        "gptoss": ("int4", torch.float32),
     }  # fmt: skip
 
 
