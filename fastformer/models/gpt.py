@@ -44,6 +44,18 @@ def _experts_of(config: GPTConfig) -> dict[str, Any]:
     return {"shared_hidden_dim": config.shared_expert_d_ff, **{name: getattr(config, name) for name in names}}
 
 
+def _linear_attention_of(config: GPTConfig, factory: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_key_heads": config.linear_key_heads,
+        "num_value_heads": config.linear_value_heads or config.linear_key_heads,
+        "key_head_dim": config.linear_key_dim,
+        "value_head_dim": config.linear_value_dim,
+        "conv_size": config.linear_conv_size,
+        "eps": config.layer_norm_eps,
+        **factory,
+    }
+
+
 class GPT(NextTokenModel):
     """A decoder-only Transformer from token ids to logits: GPT-2, and by its options Llama, Qwen, Gemma and others.
 
@@ -117,20 +129,24 @@ class GPT(NextTokenModel):
                 "softmax_scale": config.attention_scale,
                 "softcap": config.attention_softcap or 0.0,
                 "sinks": config.attention_sinks,
+                "gate": config.attention_gate,
             },
             **layer_options(config, factory),
         )
 
-        def layer(is_sparse: bool) -> DecoderOnlyLayer:
+        def layer(is_sparse: bool, is_linear: bool) -> DecoderOnlyLayer:
             d_ff = (config.expert_d_ff if is_sparse else None) or config.d_ff or 4 * config.d_model
             experts = _experts_of(config) if is_sparse else None
-            return DecoderOnlyLayer(config.d_model, config.num_heads, d_ff, experts=experts, **options)
+            linear = _linear_attention_of(config, factory) if is_linear else None
+            inside: dict[str, Any] = {"experts": experts, "linear_attention": linear, **options}
+            return DecoderOnlyLayer(config.d_model, config.num_heads, d_ff, **inside)
 
         norm = norm_of(config, config.d_model, factory)
-        if any(config.sparse):
-            self.decoder = TransformerEncoder([*map(layer, config.sparse)], config.num_layers, norm)
+        if any(config.sparse) or any(config.linear):
+            layers = [*map(layer, config.sparse, config.linear)]
+            self.decoder = TransformerEncoder(layers, config.num_layers, norm)
         else:
-            self.decoder = TransformerEncoder(layer(False), config.num_layers, norm)
+            self.decoder = TransformerEncoder(layer(False, False), config.num_layers, norm)
         for module, has_window in zip(self.decoder.layers, config.windows, strict=True):
             after = 0 if config.is_causal else config.window_size
             module.self_attn.window_size = (config.window_size, after) if has_window else (None, None)
@@ -250,5 +266,11 @@ class GPT(NextTokenModel):
         return cache
 
     def empty_cache(self, max_rows: int, max_seqlen: int, num_blocks: int | None = None) -> KVCache:
-        """Creates a `KVCache` of this model's sizes without rows, in the dtype of autocast or of the weights."""
+        """Creates a `KVCache` of this model's sizes without rows, in the dtype of autocast or of the weights.
+
+        Raises:
+            ValueError: the model has linear_layers, whose states a `KVCache` doesn't hold.
+        """
+        if any(self.config.linear):
+            raise ValueError("expected a model without linear_layers, whose states a KVCache doesn't hold")
         return cache_of(self, max_rows, max_seqlen, max_source_seqlen=0, num_blocks=num_blocks)

@@ -20,6 +20,9 @@ _Base = Annotated[float, Range(1)]
 _OF_EXPERTS = ("num_experts_per_tok", "norm_topk_prob", "expert_d_ff", "shared_expert_d_ff", "sparse_layers",
                "router_aux_loss_coef", "router_bias")  # fmt: skip
 
+# The settings that only a model with linear_layers has.
+_OF_LINEAR = ("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim", "linear_conv_size")
+
 
 @dataclass
 class GPTConfig(StackConfig):
@@ -80,6 +83,14 @@ class GPTConfig(StackConfig):
         output_bias: whether the projection before the softmax has a bias (Phi).
         attention_sinks: whether each head has one more key, without a value, whose score is learned (gpt-oss).
         router_bias: whether routers have a bias (gpt-oss).
+        attention_gate: whether the outputs of heads are multiplied by the sigmoid of a projection (Qwen3.5).
+        linear_layers: for each layer, whether it is a `GatedDeltaNet`, with a state in the place of keys and values
+            (Qwen3.5); at least one layer attends. None: all layers attend.
+        linear_key_heads: the number of heads of queries and keys in linear_layers.
+        linear_value_heads: the number of heads of values there; None: linear_key_heads.
+        linear_key_dim: the size of a head of queries or keys there.
+        linear_value_dim: the size of a head of values there.
+        linear_conv_size: the number of tokens, the current one included, that the convolution there reads.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -129,6 +140,13 @@ class GPTConfig(StackConfig):
     output_bias: bool = False
     attention_sinks: bool = False
     router_bias: bool = False
+    attention_gate: bool = False
+    linear_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
+    linear_key_heads: Positive = 16
+    linear_value_heads: Positive | None = None
+    linear_key_dim: Positive = 128
+    linear_value_dim: Positive = 128
+    linear_conv_size: Positive = 4
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -150,6 +168,27 @@ class GPTConfig(StackConfig):
         if self.d_ff is None:
             self.d_ff = inner_size(self.d_model, self.activation)
         self._check_experts()
+        self._check_linear()
+
+    def _check_linear(self) -> None:
+        if self.linear_layers is None:
+            for name in _OF_LINEAR:
+                if getattr(self, name) != getattr(GPTConfig, name):
+                    raise ValueError(f"expected linear_layers for {name}, got None and {getattr(self, name)}")
+            return
+        if len(self.linear_layers) != self.num_layers or all(self.linear_layers):
+            raise ValueError(
+                f"expected linear_layers to have a bool for each of the {self.num_layers} layers, one of them False, "
+                f"got {self.linear_layers}"
+            )
+        if not self.is_causal:
+            raise ValueError("expected a causal model for linear_layers, got one with is_causal=False")
+        self.linear_value_heads = self.linear_value_heads or self.linear_key_heads
+        if self.linear_value_heads % self.linear_key_heads:
+            raise ValueError(
+                f"expected linear_value_heads to be a multiple of linear_key_heads, got {self.linear_value_heads} and "
+                f"{self.linear_key_heads}"
+            )
 
     def _check_experts(self) -> None:
         if self.num_experts is None:
@@ -166,6 +205,11 @@ class GPTConfig(StackConfig):
                 f"expected sparse_layers to have a bool for each of the {self.num_layers} layers, got "
                 f"{len(self.sparse)}"
             )
+
+    @property
+    def linear(self) -> tuple[bool, ...]:
+        """One flag for each layer: whether it is a `GatedDeltaNet`."""
+        return self.linear_layers or (False,) * self.num_layers
 
     @property
     def sparse(self) -> tuple[bool, ...]:

@@ -73,6 +73,7 @@ class MultiheadAttention(AttentionParameters):
         softcap: c of c * tanh(score / c), which is applied to scaled scores before any mask; 0: no cap.
         sinks: whether each head has one more key, without a value, whose score is learned (the parameter `sinks`,
             (num_heads,)); see `ops.attention`.
+        gate: whether the heads' outputs are multiplied by the sigmoid of a projection of the query, `gate_proj`.
 
     Raises:
         InputError: sizes that don't divide, an unknown qk_norm.
@@ -297,9 +298,10 @@ class MultiheadAttention(AttentionParameters):
             attended = attended.transpose(0, 1)
         # Unbatched queries and rows: all leading dimensions become one.
         rows = attended.flatten(-2) if query.dim() == 3 else attended.reshape(query.shape[0], self.q_dim)
-        return self._project_out(plan, rows)
+        return self._project_out(plan, rows, query)
 
-    def _project_out(self, plan: AttentionPlan, x: Tensor) -> Tensor:
+    def _project_out(self, plan: AttentionPlan, x: Tensor, query: Tensor) -> Tensor:
+        x = x * self.gate_proj(query).sigmoid() if self.has_gate else x
         if plan.out_proj is None:
             return self.out_proj(x)
         return linear(x, plan.out_proj["weight"], plan.out_proj["bias"])
@@ -335,18 +337,10 @@ class MultiheadAttention(AttentionParameters):
         return opened.close(layout.pack(out if self.batch_first else out.transpose(0, 1))), weights
 
     def _packed(
-        self,
-        plan: AttentionPlan,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        layout: SequenceLayout,
-        memory_layout: SequenceLayout | None,
-        rotary: RotaryPositions | None,
-        position_bias: Tensor | None = None,
+        self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, layout: SequenceLayout,
+        memory_layout: SequenceLayout | None, rotary: RotaryPositions | None, position_bias: Tensor | None = None,
         projected: ProjectedMemory | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         cu_seqlens_q = layout.cu_seqlens
         cu_seqlens_k = None if memory_layout is None else memory_layout.cu_seqlens
         if memory_layout is None or cu_seqlens_q is None or cu_seqlens_k is None:
@@ -365,7 +359,7 @@ class MultiheadAttention(AttentionParameters):
             left, right = self.window_size
             window = (left, 0 if is_causal else right)
             out = attention_unpacked(q, k, v, layout, position_bias, window, dropout_p, self._scores())
-            return self._project_out(plan, out.flatten(-2))
+            return self._project_out(plan, out.flatten(-2), query)
         out = varlen_attention(
             q,
             k,
@@ -379,7 +373,7 @@ class MultiheadAttention(AttentionParameters):
             dropout_p=dropout_p,
             **self._scores(),
         )
-        return self._project_out(plan, out.flatten(-2))
+        return self._project_out(plan, out.flatten(-2), query)
 
     @torch.no_grad()
     def _cached(
@@ -415,7 +409,7 @@ class MultiheadAttention(AttentionParameters):
             window_left = self.window_size[0]
             out = append_cached(cache, q, k, v, window_left, packed_layout, position_bias, rotary, self._scores())
         out = out.flatten(-2)
-        return self._project_out(plan, out.transpose(0, 1) if transposed else out)
+        return self._project_out(plan, out.transpose(0, 1) if transposed else out, query)
 
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None,
@@ -519,8 +513,8 @@ class MultiheadAttention(AttentionParameters):
 
     @property
     def is_standard(self) -> bool:
-        """Whether the heads divide embed_dim, have no norms, and scale scores by head_dim ** -0.5 without a cap."""
-        return self.q_dim == self.embed_dim and self.qk_norm is None and not self._scores()
+        """Whether heads divide embed_dim, have no norms or gate, and scale scores by head_dim ** -0.5 without a cap."""
+        return self.q_dim == self.embed_dim and self.qk_norm is None and not self._scores() and not self.has_gate
 
     def _scores(self) -> dict[str, Any]:
         """Returns the ops' options for the scores; empty for their defaults."""
@@ -571,7 +565,8 @@ def find_attention_plan(attention: nn.Module, *, is_lent: bool = False) -> Atten
     out_proj = plain_parameters(inside.get("out_proj"), *LINEARS, is_lent=is_lent)
     q_norm, k_norm = (find_norm_plan(inside.get(name), is_lent=is_lent) for name in ("q_norm", "k_norm"))
     calls_norms = "q_norm" in inside and (q_norm is None or k_norm is None)
-    return AttentionPlan(replacement(type(attention)), out_proj, q_norm, k_norm, out_proj is None or calls_norms)
+    calls = out_proj is None or calls_norms or "gate_proj" in inside
+    return AttentionPlan(replacement(type(attention)), out_proj, q_norm, k_norm, calls)
 
 
 _PLANS: Plans[AttentionPlan] = Plans(

@@ -32,6 +32,8 @@ class AttentionParameters(nn.Module):
     softcap: float = 0.0
     sinks: Tensor  # exists if has_sinks
     has_sinks: bool = False
+    gate_proj: nn.Linear  # exists if has_gate
+    has_gate: bool = False
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class AttentionParameters(nn.Module):
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: bool = False,
+        gate: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -82,6 +85,9 @@ class AttentionParameters(nn.Module):
             self.has_sinks = True
             self.sinks = nn.Parameter(torch.empty(num_heads, **factory))
             nn.init.zeros_(self.sinks)
+        if gate:
+            self.has_gate = True
+            self.gate_proj = nn.Linear(embed_dim, self.q_dim, bias=bias, **factory)
 
     def _make_parameters(self, bias: bool, out_bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
         embed_dim = self.embed_dim

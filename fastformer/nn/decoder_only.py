@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.nn.errors import InputError
+from fastformer.nn.gated_delta import GatedDeltaNet
 from fastformer.nn.layers import (
     LAYER_PLANS,
     AttentionCall,
@@ -42,6 +43,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         norm_placement: see above.
         parallel_residual: see above; only with "pre".
         shared_norm: see above; only with parallel_residual.
+        linear_attention: the arguments of the `GatedDeltaNet` that is `self_attn`; None: it is a `MultiheadAttention`.
         options: the other arguments of `TransformerEncoderLayer`.
 
     Raises:
@@ -60,6 +62,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         norm_placement: str = "pre",
         parallel_residual: bool = False,
         shared_norm: bool = False,
+        linear_attention: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if norm_placement not in _PLACEMENTS:
@@ -70,6 +73,8 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
             raise InputError("expected parallel_residual for shared_norm, got False")
         super().__init__(d_model, nhead, dim_feedforward, norm_first=True, **options)
         self.norm_placement, self.parallel_residual, self.shared_norm = norm_placement, parallel_residual, shared_norm
+        if linear_attention is not None:
+            self.self_attn = GatedDeltaNet(d_model, **linear_attention)  # type: ignore[assignment]
         if shared_norm:
             self.norm2 = None  # type: ignore[assignment]
         if norm_placement != "pre":

@@ -380,6 +380,14 @@ TRAININGS: dict[str, dict[str, Any]] = {
             "router_bias": True, "attention_sinks": True,
         },
     },
+    "a text with states": {
+        "train_text": "a",
+        "model": {
+            "name": "gpt", "num_layers": 2, "attention_gate": True, "linear_layers": [True, False],
+            "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_dim": 16, "linear_value_dim": 24,
+            "linear_conv_size": 3,
+        },
+    },
     "parallel": {"train_text": "a", "model": {"name": "gpt", "parallel_residual": True, "shared_norm": True}},
     "pairs held out": {"train_tsv": "a", "held_out": "last"},
     "shards": {"train_data": "a", "shards_at_once": 7, "init_from": "b"},

@@ -64,6 +64,8 @@ class _PlainGpt:
 
     def attend(self, x: Tensor, name: str, has_window: bool) -> Tensor:
         c, n, size = self.c, self.n, self.size
+        if c.linear[int(name.split(".")[2])]:
+            return self.mix(x, name)
         q, k, v = self.linear(x, f"{name}.in_proj", "_").split(
             [c.num_heads * size, self.kv_heads * size, self.kv_heads * size], -1
         )
@@ -86,7 +88,33 @@ class _PlainGpt:
             weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
         else:
             weights = scores.softmax(-1)
-        return self.linear(torch.einsum("hij,jhd->ihd", weights, v).flatten(1), f"{name}.out_proj")
+        out = torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
+        if c.attention_gate:
+            out = out * self.linear(x, f"{name}.gate_proj").sigmoid()
+        return self.linear(out, f"{name}.out_proj")
+
+    def mix(self, x: Tensor, name: str) -> Tensor:
+        """Applies a gated DeltaNet, one token after another."""
+        c, n, keys = self.c, self.n, self.c.linear_key_heads
+        values = c.linear_value_heads or keys
+        sizes = [keys * c.linear_key_dim, keys * c.linear_key_dim, values * c.linear_value_dim]
+        qkv, z = self.linear(x, f"{name}.in_proj").split([sum(sizes), sizes[2]], -1)
+        taps = self.w[f"{name}.conv_weight"][:, 0].T
+        before = F.pad(qkv, (0, 0, len(taps) - 1, 0))
+        qkv = F.silu(sum(tap * before[i : i + n] for i, tap in enumerate(taps)))
+        q, k, v = (t.reshape(n, heads, -1) for t, heads in zip(qkv.split(sizes, -1), (keys, keys, values), strict=True))
+        q, k = (t / torch.sqrt((t**2).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        q, k = (t.repeat_interleave(values // keys, 1) for t in (q / c.linear_key_dim**0.5, k))
+        b, a = self.linear(x, f"{name}.gates").chunk(2, -1)
+        decay = torch.exp(-self.w[f"{name}.A_log"].exp() * torch.log1p(torch.exp(a + self.w[f"{name}.dt_bias"])))
+        state, rows = x.new_zeros(values, c.linear_key_dim, c.linear_value_dim), []
+        for i in range(n):
+            state = state * decay[i, :, None, None]
+            new = b[i].sigmoid()[:, None] * (v[i] - torch.einsum("hkv,hk->hv", state, k[i]))
+            state = state + k[i][..., None] * new[:, None]
+            rows.append(torch.einsum("hkv,hk->hv", state, q[i]))
+        out = self.norm(torch.stack(rows), f"{name}.norm", True).flatten(1)
+        return self.linear(out * F.silu(z), f"{name}.out_proj")
 
     def feed(self, x: Tensor, name: str) -> Tensor:
         """Applies a layer's feed-forward network, or its experts to one token after the other."""
