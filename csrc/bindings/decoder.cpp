@@ -94,6 +94,7 @@ ModelOptions options_of(PyObject* d) {
   reader.optional("causal_encoder", o.causal_encoder);
   reader.optional("decoder_windows", o.decoder_windows);
   reader.optional("rotary_layers", o.rotary_layers);
+  reader.optional("linear_key_heads", o.linear_key_heads);
   reader.expect_end();
   return o;
 }
@@ -168,6 +169,7 @@ std::unique_ptr<SharedModel> pack_model(PyObject* options, PyObject* tensors) {
 }
 
 int64_t step_bytes(const SharedModel& model) { return model->step_bytes(); }
+int64_t state_bytes(const SharedModel& model) { return model->state_bytes(); }
 
 // A session that raises an error when two threads use it at once.
 class GuardedSession {
@@ -363,7 +365,8 @@ Object known(GuardedSession& guarded, const Ids& tokens, const std::optional<Sha
 void bind_decoder(PyObject* module) {
   using python::method;
   static PyMethodDef none[] = {{}};
-  static PyGetSetDef model_properties[] = {python::property<&step_bytes>("step_bytes"), {}};
+  static PyGetSetDef model_properties[] = {
+      python::property<&step_bytes>("step_bytes"), python::property<&state_bytes>("state_bytes"), {}};
   python::add_class<SharedModel>(
       module, "PackedModel", &python::construct<&pack_model, "PackedModel", "options tensors">, none, model_properties);
   static PyGetSetDef no_properties[] = {{}};

@@ -197,10 +197,13 @@ PackedAdapter::PackedAdapter(std::shared_ptr<const PackedModel> model, const Mod
   PanelMemory memory(int64_t(2) << 20);  // of its own, which is freed with it
   const std::vector<PackedLayer>& layers = model_->decoder.layers;
   for (size_t i = 0; i < layers.size() && !model_->options.has_encoder(); ++i) {
-    const std::pair<const char*, const PackedWeight*> weights[] = {{"self_attn.in_proj_weight", &layers[i].qkv},
-                                                                   {"self_attn.out_proj.weight", &layers[i].out},
-                                                                   {"linear1.weight", &layers[i].ff.ff1},
-                                                                   {"linear2.weight", &layers[i].ff.ff2}};
+    const bool attends = layers[i].delta.empty();
+    const std::pair<const char*, const PackedWeight*> weights[] = {
+        {attends ? "self_attn.in_proj_weight" : "self_attn.in_proj.weight", &layers[i].qkv},
+        {attends ? "self_attn.gate_proj.weight" : "self_attn.gates.weight", &layers[i].gates},
+        {"self_attn.out_proj.weight", &layers[i].out},
+        {"linear1.weight", &layers[i].ff.ff1},
+        {"linear2.weight", &layers[i].ff.ff2}};
     for (const auto& [kind, weight] : weights) {
       const std::string name = "decoder.layers." + std::to_string(i) + "." + kind;
       const auto a = tensors.find(name + ".A"), b = tensors.find(name + ".B");

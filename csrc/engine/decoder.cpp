@@ -55,8 +55,8 @@ struct Session::Run {
 
 Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens, std::optional<CacheType> type)
     : model_(with_decoder(std::move(model))),
-      cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim,
-             type.value_or(type_of(model_->options.precision)), blocks_for(num_tokens)) {}
+      cache_(model_->decoder.cached_layers, model_->options.num_kv_heads, model_->options.head_dim,
+             type.value_or(type_of(model_->options.precision)), blocks_for(num_tokens), model_->state_bytes()) {}
 
 Forward& Session::forward(size_t worker) {
   while (forwards_.size() <= worker) forwards_.push_back(std::make_unique<Forward>(*model_, shortlist_, cache_));
@@ -109,8 +109,8 @@ std::vector<int64_t> Session::admit(const std::vector<Source>& sources, const st
         group.packed_source = PooledMemory(Forward::packed_source_bytes(*model_, sources[i].count));
         group.packed_tokens = sources[i].count;
       }
-      // With an encoder, the states of a token depend on the source as well.
-      if (has_encoder) cache_.append(group, tokens[i].size());
+      // With an encoder, the states of a token depend on the source as well; a state contains all tokens before it.
+      if (has_encoder || cache_.state_bytes()) cache_.append(group, tokens[i].size());
       else
         beginnings[i] =
             cache_.begin_prompt(group, tokens[i], group.adapter ? group.adapter->root() : PrefixTable::kNoBlock);
@@ -303,6 +303,8 @@ std::vector<Draft> Session::draft(const Ids& tokens, const Places& counts, const
 
 void Session::cut(const Places& counts) {
   if (std::ssize(counts) != num_groups()) throw std::invalid_argument("expected counts, one for each group");
+  if (cache_.state_bytes() && std::any_of(counts.begin(), counts.end(), [](int64_t n) { return n > 0; }))
+    throw std::invalid_argument("expected no counts for a model with linear attention, whose states keep all tokens");
   for (int64_t i = 0; i < num_groups(); ++i)
     if (counts[i] < 0 || counts[i] > std::max<int64_t>(0, cache_.groups[i].num_drafts))
       throw std::invalid_argument("expected counts of tokens that steps have appended, but not the first of them");

@@ -91,6 +91,7 @@ class Session {
   int64_t shared_tokens() const { return cache_.shared_tokens(); }
   // The part of a prompt that admit() would find in the cache.
   TokenCache::Known known(const Ids& tokens, const SharedAdapter& adapter = {}) const {
+    if (cache_.state_bytes()) return {};  // a prefix has no state of its own
     return cache_.known(tokens, adapter ? adapter->root() : PrefixTable::kNoBlock);
   }
   int64_t num_rows() const;

@@ -95,13 +95,13 @@ void Forward::read_features(const float* features, int64_t frames, int threads, 
 
 void Forward::read_prompts(const Batch& batch, int threads) {
   add_stack(model_.decoder, batch, false, threads);
-  run_stages(stages_, threads);
+  run_decoder(batch, threads);
 }
 
 const Candidates& Forward::step(const Batch& batch, const Selection& selection, int threads) {
   add_stack(model_.decoder, batch, false, threads);
   lm_head_.add_stages(narrow_, batch.step_tokens(), selection, threads, candidates_, stages_);
-  run_stages(stages_, threads);
+  run_decoder(batch, threads);
   return candidates_;
 }
 
@@ -250,18 +250,21 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
 
 void Forward::reserve(const Pass& pass) {
   const ModelOptions& o = model_.options;
-  int64_t inner = 0, d_ff = 1;
+  int64_t inner = 0, d_ff = 1, context = o.q_dim(), qkv = padded(o.qkv_dim()), gates = 0, mixed = 0;
   for (const PackedLayer& layer : pass.stack.layers) {
     inner = std::max(inner, layer.ff.inner_columns()), d_ff = std::max(d_ff, layer.ff.ff2.k);
+    gates = std::max(gates, padded(layer.gates.n)), qkv = std::max(qkv, padded(layer.qkv.n));
+    for (const DeltaNet& net : layer.delta) mixed = net.values(), context = std::max(context, mixed);
     if (layer.mixture) inner = std::max(inner, reserve_experts(pass, layer.mixture));
   }
   if (!adapted_.empty()) adapted_input_.reserve(pass.most * o.d_model);
-  x_.reserve(pass.rows * o.d_model), context_.reserve(pass.rows * o.q_dim());
+  x_.reserve(pass.rows * o.d_model), context_.reserve(pass.rows * context);
   const int64_t parts = pass.parts(model_);
   y_.reserve(parts * (model_.source_projection.empty() ? pass.most : pass.rows) * padded(o.d_model));
   hidden_.reserve(parts * pass.most * inner);
   // Storing the keys and values of sources uses this buffer as well.
-  qkv_.reserve(parts * pass.rows * padded(o.qkv_dim()));
+  qkv_.reserve(parts * pass.rows * qkv), gates_.reserve(parts * pass.rows * gates);
+  if (mixed) mixed_.resize(pass.most, mixed, o.precision, parts);
   narrow_.resize(pass.most, o.d_model, o.precision, parts), heads_.resize(pass.most, o.q_dim(), o.precision, parts);
   wide_.resize(pass.most, d_ff, o.precision, parts);
 }
@@ -287,12 +290,17 @@ void Forward::add_input(const Pass& pass, Chunk chunk) {
 // Projects the rows of narrow_ to a layer's queries, keys and values; after the last layer there is nothing to do.
 void Forward::add_qkv(const Pass& pass, size_t layer, Chunk chunk) {
   if (layer == pass.stack.layers.size()) return;
-  float* out = qkv_.data() + chunk.first * padded(model_.options.qkv_dim());
-  add_product(narrow_, pass.stack.layers[layer].qkv, out, chunk.count, pass.threads,
-              {adapted_input_.data(), model_.options.d_model});
+  const PackedLayer& weights = pass.stack.layers[layer];
+  const auto multiply = [&](const PackedWeight& weight, const FloatBuffer& out) {
+    add_product(narrow_, weight, out.data() + chunk.first * padded(weight.n), chunk.count, pass.threads,
+                {adapted_input_.data(), model_.options.d_model});
+  };
+  multiply(weights.qkv, qkv_);
+  if (weights.gates.n) multiply(weights.gates, gates_);
 }
 
 void Forward::add_self_attention(const Pass& pass, size_t layer) {
+  if (!pass.stack.layers[layer].delta.empty()) return add_delta(pass, layer);
   const auto index = static_cast<int64_t>(layer);
   const bool is_last = pass.is_last(layer);
   if (pass.is_encoder) {
@@ -315,13 +323,21 @@ void Forward::add_self_attention(const Pass& pass, size_t layer) {
   });
 }
 
-// Projects the outputs of all heads; the result is in y_.
-void Forward::add_context_product(const Pass& pass, const PackedWeight& out, Chunk chunk) {
-  add_rows(chunk.count, pass.threads, [=, this, q_dim = model_.options.q_dim()](int64_t r) {
-    heads_.store(r, context_.data() + (chunk.first + r) * q_dim);
+// Projects the outputs of all heads of self-attention, after their gates, or of cross-attention; the result is in y_.
+void Forward::add_context_product(const Pass& pass, const PackedLayer& layer, const PackedWeight& out, Chunk chunk) {
+  PackedRows& heads = layer.delta.empty() ? heads_ : mixed_;
+  const int64_t dim = out.k, gates_ld = padded(layer.gates.n);
+  const bool is_gated = &out == &layer.out && layer.delta.empty() && layer.gates.n > 0;
+  add_rows(chunk.count, pass.threads, [=, this, &heads](int64_t r) {
+    float* const context = context_.data() + (chunk.first + r) * dim;
+    const float* const gates = gates_.data() + (chunk.first + r) * gates_ld;
+    if (is_gated)
+      for_each_vec<float>(dim, [=](int64_t c, int64_t n) {
+        (Vec<float>::load(context + c, n) * sigmoid(Vec<float>::load(gates + c, n))).store(context + c, n);
+      });
+    heads.store(r, context);
   });
-  const int64_t q_dim = model_.options.q_dim();
-  add_product(heads_, out, y_.data(), chunk.count, pass.threads, {context_.data() + chunk.first * q_dim, q_dim});
+  add_product(heads, out, y_.data(), chunk.count, pass.threads, {context_.data() + chunk.first * dim, dim});
 }
 
 // Adds the output of a sub-layer, in y_, to the residual stream. `own` is the sub-layer's norm, `post` its second norm
@@ -340,7 +356,7 @@ void Forward::add_join(const Pass& pass, Chunk chunk, const Norm& own, const Nor
 void Forward::add_attention_output(const Pass& pass, size_t layer, Chunk chunk) {
   const ModelOptions& o = model_.options;
   const PackedLayer& weights = pass.stack.layers[layer];
-  add_context_product(pass, weights.out, chunk);
+  add_context_product(pass, weights, weights.out, chunk);
   const Norm* next = o.has_norms_in_front() ? &weights.norm2 : nullptr;
   add_join(pass, chunk, weights.norm1, weights.post_norm1,
            {.next = next, .reads_x_before = o.parallel_residual, .routes = bool(weights.mixture)});
@@ -363,7 +379,7 @@ void Forward::add_cross_attention(const Pass& pass, size_t layer, Chunk chunk) {
       add_heads(pass.batch.spans, 0, pass.is_last(layer) ? pass.steps : pass.spans, pass.threads,
                 [=, this](const Span& span, int64_t begin, int64_t end) { attend_source<T>(index, span, begin, end); });
     });
-  add_context_product(pass, weights.cross_out, chunk);
+  add_context_product(pass, weights, weights.cross_out, chunk);
   add_join(pass, chunk, weights.norm2, weights.post_norm2,
            {.next = o.has_norms_in_front() ? &weights.norm3 : nullptr, .routes = bool(weights.mixture)});
 }

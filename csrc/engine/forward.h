@@ -129,6 +129,9 @@ class Forward {
   void add_input(const Pass& pass, Chunk chunk);
   void add_qkv(const Pass& pass, size_t layer, Chunk chunk);
   void add_self_attention(const Pass& pass, size_t layer);
+  void add_delta(const Pass& pass, size_t layer);
+  void mix_span(const PackedLayer& weights, const Span& span, int64_t key_head);
+  void run_decoder(const Batch& batch, int threads);
   void add_attention_output(const Pass& pass, size_t layer, Chunk chunk);
   void add_cross_attention(const Pass& pass, size_t layer, Chunk chunk);
   void add_feed_forward(const Pass& pass, size_t layer, Chunk chunk);
@@ -137,7 +140,7 @@ class Forward {
   void sort_by_expert(const Mixture& mixture, int64_t rows);
   void combine_experts(const Mixture& mixture, int64_t row);
   void add_products(const std::vector<Product>& products, double work, int threads);
-  void add_context_product(const Pass& pass, const PackedWeight& out, Chunk chunk);
+  void add_context_product(const Pass& pass, const PackedLayer& layer, const PackedWeight& out, Chunk chunk);
   void add_projection(const Batch& batch, const PackedWeight& projection, int threads);
   void embed(const Batch& batch, bool is_encoder, int64_t row, float* to) const;
   void add_stores(const Batch& batch, int threads);
@@ -208,12 +211,14 @@ class Forward {
   // For all tokens of a batch: the residual stream, Q, K and V, and the output of attention. For a chunk of them: the
   // output of a product, and the hidden rows of the feed-forward network. Rows that products write are `padded`.
   FloatBuffer x_, qkv_, context_, y_, hidden_;
+  FloatBuffer gates_;  // of a layer's input, for all tokens; see PackedLayer
   // Of a batch with adapters: the input of a sub-layer, A x, and the rows of each adapter in ascending order.
   FloatBuffer adapted_input_, low_;
   std::vector<std::pair<const PackedAdapter*, std::vector<int32_t>>> adapted_;
-  // The operands of products: the input of a sub-layer, the outputs of all heads, the hidden rows of the feed-forward
+  // The operands of products: the input of a sub-layer, the outputs of all heads (of attention, and of linear
+  // attention), the hidden rows of the feed-forward
   // network, and embeddings to be projected.
-  PackedRows narrow_, heads_, wide_, embedded_, frames_[2];
+  PackedRows narrow_, heads_, mixed_, wide_, embedded_, frames_[2];
 
   // The experts of a chunk of tokens. A pair is a token and one of its experts; pairs are sorted by expert.
   struct Choice {

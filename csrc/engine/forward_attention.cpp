@@ -100,14 +100,14 @@ void normalise_heads(const Norm& norm, float eps, int64_t heads, float* x) {
 
 template <typename T>
 auto Forward::keys_of(int64_t layer, int64_t head) const {
-  char* const memory = cache_->keys(layer, head);
+  char* const memory = cache_->keys(model_.decoder.layers[layer].cache_layer, head);
   if constexpr (kIsInt8<T>) return Int8Rows(memory, model_.options.head_dim);
   else return reinterpret_cast<T*>(memory);
 }
 
 template <typename T>
 auto Forward::values_of(int64_t layer, int64_t head) const {
-  char* const memory = cache_->keys(layer, head) + cache_->values_offset();
+  char* const memory = cache_->keys(model_.decoder.layers[layer].cache_layer, head) + cache_->values_offset();
   if constexpr (kIsInt8<T>) return Int8Rows(memory, model_.options.head_dim);
   else return reinterpret_cast<T*>(memory);
 }
@@ -133,7 +133,7 @@ void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t
   const auto change_head = [=](int64_t h, float* scores) { return change(first + h, scores); };
   if constexpr (kIsInt8<T>) {
     constexpr int kParts = std::is_same_v<T, Int8<float>> ? 2 : 1;
-    char* const keys = cache_->keys(layer, begin);
+    char* const keys = cache_->keys(model_.decoder.layers[layer].cache_layer, begin);
     attend_int8<kParts>(q + first * dim, keys, keys + cache_->values_offset(), cache_->head_stride(), end - begin,
                         group, slots, count, dim, scale2, context + first * dim, change_head);
   } else {

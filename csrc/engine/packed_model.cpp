@@ -1,6 +1,7 @@
 #include "engine/packed_model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <stdexcept>
 
@@ -157,6 +158,32 @@ Mixture pack_mixture(const ModelOptions& o, const Names& names) {
   return mixture;
 }
 
+// Packs the parts of a layer of linear attention.
+void pack_delta(const ModelOptions& o, const Names& names, PackedLayer& layer) {
+  const std::vector<int64_t>&conv = names.get("conv_weight").shape, &heads = names.get("A_log").shape,
+        &norm = names.get("norm.weight").shape;
+  if (conv.size() != 3 || conv[1] != 1 || conv[2] < 1 || heads.size() != 1 || norm.size() != 1 ||
+      o.linear_key_heads < 1 || heads[0] < 1 || norm[0] < 1 || heads[0] % o.linear_key_heads)
+    throw std::invalid_argument("the tensors of linear attention have unexpected shapes");
+  const int64_t channels = conv[0], size = conv[2], values = heads[0] * norm[0], keys = channels - values;
+  if (keys < 1 || keys % (2 * o.linear_key_heads) || o.fine_decoder)
+    throw std::invalid_argument("expected linear attention with equal heads of queries and keys, without fine_decoder");
+  DeltaNet net{o.linear_key_heads, heads[0], keys / (2 * o.linear_key_heads), norm[0], size};
+  const ModelTensor& taps = names.get("conv_weight");
+  net.conv.resize(size * channels);
+  for (int64_t i = 0; i < channels * size; ++i) net.conv[i % size * channels + i / size] = at(taps, i);
+  net.rate = names.vector("A_log", heads[0], 0), net.dt_bias = names.vector("dt_bias", heads[0], 0);
+  for (float& rate : net.rate) rate = -std::exp(rate);
+  net.norm = names.norm("norm", norm[0]);
+  const auto linear = [&](const std::string& name, int64_t n, int64_t k) {
+    return names.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
+  };
+  layer.qkv = linear("in_proj", channels + values, o.d_model);
+  layer.gates = linear("gates", 2 * heads[0], o.d_model);
+  layer.out = linear("out_proj", o.d_model, values);
+  layer.delta.push_back(std::move(net));
+}
+
 // The caller sets the window.
 PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross) {
   const int64_t dim = o.d_model, q_dim = o.q_dim(), rows = o.qkv_dim();
@@ -171,8 +198,13 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
   };
   PackedLayer layer;
   const Names own = names.within("self_attn"), cross = names.within("multihead_attn");
-  layer.qkv = own.weight("in_proj_weight", "in_proj_bias", 0, rows, rows, dim, o.precision);
-  layer.out = linear(own, "out_proj", dim, q_dim);
+  if (own.find("conv_weight")) {
+    pack_delta(o, own, layer);
+  } else {
+    layer.qkv = own.weight("in_proj_weight", "in_proj_bias", 0, rows, rows, dim, o.precision);
+    layer.out = linear(own, "out_proj", dim, q_dim);
+    if (own.find("gate_proj.weight")) layer.gates = linear(own, "gate_proj", q_dim, dim);
+  }
   if (own.find("q_norm.weight")) {
     layer.q_norm.push_back(head_norm(own, "q_norm.weight", o.num_heads));
     layer.k_norm.push_back(head_norm(own, "k_norm.weight", o.num_kv_heads));
@@ -208,7 +240,11 @@ PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross
     const Names layer = names.within("layers." + std::to_string(i));
     const auto [first, is_new] = packed.try_emplace(layer.addresses(), i);
     stack.layers.push_back(is_new ? pack_layer(o, layer, has_cross) : stack.layers[first->second]);
-    stack.layers.back().window = std::min(windows[i], kWidest);
+    PackedLayer& added = stack.layers.back();
+    added.window = std::min(windows[i], kWidest);
+    added.cache_layer = stack.cached_layers;
+    if (added.delta.empty()) ++stack.cached_layers;
+    for (DeltaNet& net : added.delta) net.state = stack.state_floats, stack.state_floats += net.state_floats();
   }
   // The layers of torch.nn end without a norm, unless one is given.
   if (names.find("norm.weight") || (o.norm_placement != NormPlacement::sum && !o.is_bare))
@@ -328,6 +364,8 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   const Names names(tensors, "");
   if (o.has_encoder()) encoder = pack_stack(o, names.within("encoder"), false, o.encoder_windows);
   if (o.has_decoder()) decoder = pack_stack(o, names.within("decoder"), o.has_encoder(), o.decoder_windows);
+  if (encoder.state_floats || (o.has_encoder() && decoder.state_floats))
+    throw std::invalid_argument("expected layers of linear attention only in a model without an encoder");
   std::vector<PackedLayer>& layers = o.has_decoder() ? decoder.layers : encoder.layers;
   if (!o.rotary_layers.empty() && o.rotary_layers.size() != layers.size())
     throw std::invalid_argument("expected rotary_layers to have an entry for each layer");
@@ -409,7 +447,8 @@ void PackedModel::embed(bool is_source, int32_t token, int32_t type, int64_t pos
 int64_t PackedStack::token_bytes(const ModelOptions& o) const {
   int64_t bytes = 0;
   for (const PackedLayer& layer : layers) {
-    for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.cross_q, &layer.cross_out, &layer.mixture.router})
+    for (const PackedWeight* w :
+         {&layer.qkv, &layer.out, &layer.gates, &layer.cross_q, &layer.cross_out, &layer.mixture.router})
       bytes += w->bytes();
     bytes += layer.ff.bytes();
     if (layer.mixture) bytes += o.experts_per_token * layer.mixture.experts[0].bytes();

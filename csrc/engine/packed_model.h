@@ -65,6 +65,7 @@ struct ModelOptions {
   int64_t padding_idx = -1;                                         // the id whose embedding is zero; -1: none
   std::vector<int64_t> encoder_windows = {}, decoder_windows = {};  // the window of each layer; -1: none
   std::vector<int64_t> rotary_layers = {};  // for each layer of the only stack, whether it rotates; empty: all do
+  int64_t linear_key_heads = 0;             // of queries and keys in layers of linear attention
   int64_t experts_per_token = 0;            // the number of experts that a router chooses, in layers that have one
   bool norm_topk_prob = true;               // whether the weights of a token's experts are divided by their sum
   int64_t max_len;                          // for a model without a table of positions
@@ -105,6 +106,21 @@ struct Mixture {
   explicit operator bool() const { return !experts.empty(); }
 };
 
+// A gated DeltaNet, in the place of self-attention (forward_delta.cpp). PackedLayer::qkv gives its queries, keys,
+// values and the gates of its outputs; PackedLayer::gates the logits of beta and those of the decay.
+struct DeltaNet {
+  int64_t key_heads, value_heads, key_dim, value_dim, conv_size;
+  std::vector<float> conv;           // (conv_size, channels)
+  std::vector<float> rate, dt_bias;  // of each value head; rate: -exp(A_log)
+  Norm norm;                         // of the output of a head
+  int64_t state = 0;                 // where its part of a row's states begins
+
+  int64_t values() const { return value_heads * value_dim; }
+  int64_t channels() const { return 2 * key_heads * key_dim + values(); }
+  int64_t width() const { return (value_dim + 15) / 16 * 16; }  // of a row of a state
+  int64_t state_floats() const { return value_heads * key_dim * width() + (conv_size - 1) * channels(); }
+};
+
 // A layer of the encoder or the decoder; parts that encoder layers lack are empty there.
 struct PackedLayer {
   PackedWeight qkv, out, cross_q, cross_kv, cross_out;
@@ -114,6 +130,9 @@ struct PackedLayer {
   Norm post_norm1, post_norm2;       // on the outputs of attention and of the feed-forward network
   std::vector<Norm> q_norm, k_norm;  // one or none: over each head, or over all heads together
   std::vector<float> sinks;          // for each head, the score of a key without a value; empty: none
+  PackedWeight gates;                // to the logits of factors of the heads' outputs, or those of `delta`; or empty
+  std::vector<DeltaNet> delta;       // one or none
+  int64_t cache_layer = 0;           // of the layers with keys and values, its number
   int64_t window;
   bool rotates = true;  // queries and keys, if the model has rotary positions
 
@@ -142,6 +161,8 @@ struct PackedStack {
   std::vector<PackedLayer> layers;
   std::vector<Norm> final_norm;  // one or none
   PositionBias position_bias;    // of self-attention in all layers; empty: none
+  int64_t cached_layers = 0;     // those with keys and values
+  int64_t state_floats = 0;      // of a row, in all layers of linear attention
 
   int64_t token_bytes(const ModelOptions& o) const;  // of the weights that each token reads
 };
@@ -212,6 +233,8 @@ class PackedModel {
   int64_t num_places() const { return rotary_ ? rotary_.rows() : kNoEnd; }
   // The bytes of weights that a decode step of one row reads, and those that the encoder reads for a token.
   int64_t step_bytes() const { return decoder.token_bytes(options) + output.bytes(); }
+  // The bytes of a row's state, in all layers of linear attention.
+  int64_t state_bytes() const { return 4 * decoder.state_floats; }
   int64_t encoder_bytes() const { return encoder.token_bytes(options); }
 
   const ModelOptions options;

@@ -16,13 +16,17 @@ int64_t bytes_of(int64_t head_dim, CacheType type) {
 
 }  // namespace
 
-TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, CacheType cache_type, int64_t num_blocks)
+TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, CacheType cache_type, int64_t num_blocks,
+                       int64_t state_bytes)
     : type(cache_type),
+      state_bytes_(state_bytes),
       kv_heads_(kv_heads),
       token_bytes_(bytes_of(head_dim, cache_type)),
       block_slots_(layers * 2 * kv_heads * kBlockTokens) {
   if (num_blocks > std::numeric_limits<int32_t>::max() / block_slots_)
     throw std::length_error("expected a smaller cache: slots are 32-bit numbers");
+  const int64_t block_bytes = block_slots_ * token_bytes_;
+  state_tokens_ = (state_bytes + block_bytes - 1) / block_bytes * kBlockTokens;
   seen_.resize(num_blocks);
   // Untouched pages use no memory, so the whole budget can be allocated at once.
   memory_ = PooledMemory(block_slots_ * num_blocks * token_bytes_);
@@ -54,10 +58,16 @@ int64_t TokenCache::step_tokens(const std::vector<int64_t>& places, const std::v
 }
 
 TokenCache::Group& TokenCache::add(int64_t source_tokens) {
-  if (blocks_of(source_tokens) * kBlockTokens > free_tokens())
-    throw std::length_error("the cache has no room for another source");
+  if (blocks_of(source_tokens) * kBlockTokens + state_tokens_ > free_tokens())
+    throw std::length_error("the cache has no room for another source or state");
+  std::shared_ptr<State> state;
+  if (state_bytes_) {
+    state = std::make_shared<State>(State{PooledMemory(state_bytes_)});
+    std::fill_n(state->data(), state_bytes_ / 4, 0.f);
+  }
   Group& group = groups.emplace_back();
   group.rows.resize(1);
+  if (state) group.rows[0].state = std::move(state), ++num_states_;
   for (int64_t token = 0; token < source_tokens; ++token) {
     if (token % kBlockTokens == 0) take(group);
     group.source.push_back(slot(group.blocks.back(), token % kBlockTokens));
@@ -134,6 +144,16 @@ TokenCache::Known TokenCache::known(const std::vector<int32_t>& tokens, int32_t 
 void TokenCache::reorder(Group& group, const std::vector<int32_t>& parents) {
   const size_t before = group.rows.size();
   std::vector<Row> rows(parents.size());
+  if (state_bytes_) {
+    for (size_t i = 0; i < parents.size(); ++i) {
+      std::shared_ptr<State>& state = group.rows[parents[i]].state;
+      const bool is_last = std::find(parents.begin() + i + 1, parents.end(), parents[i]) == parents.end();
+      rows[i].state =
+          is_last ? std::move(state) : std::make_shared<State>(State{PooledMemory(state_bytes_), state->tokens});
+      if (!is_last) std::copy_n(state->data(), state_bytes_ / 4, rows[i].state->data());
+    }
+    num_states_ += std::ssize(rows) - std::ssize(group.rows);
+  }
   for (size_t i = 0; i < parents.size(); ++i) {
     rows[i].slots = group.rows[parents[i]].slots;
     // A row inherits the block that the previous row with its index was writing to.
@@ -170,6 +190,7 @@ void TokenCache::release(const std::vector<int64_t>& leaving) {
   for (const int64_t at : leaving) {
     Group& group = groups[at];
     for (auto block = group.blocks.rbegin(); block != group.blocks.rend(); ++block) give_back(*block);
+    if (state_bytes_) num_states_ -= std::ssize(group.rows);
     group.rows.clear();
   }
   std::erase_if(groups, [](const Group& group) { return group.rows.empty(); });

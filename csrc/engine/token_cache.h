@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -24,10 +25,17 @@ inline int64_t blocks_of(int64_t tokens) { return (tokens + kBlockTokens - 1) / 
 
 class TokenCache {
  public:
+  // What the layers of linear attention know of a row's tokens.
+  struct State {
+    PooledMemory memory;
+    int64_t tokens = 0;  // -1: unusable after an error
+    float* data() const { return reinterpret_cast<float*>(memory.data()); }
+  };
   struct Row {
     std::vector<int32_t> slots;  // the slot of each position; see `keys`
     int32_t block = -1;          // the block that the row writes to
     int32_t used = kBlockTokens;
+    std::shared_ptr<State> state = nullptr;  // its own; null: the model has none
   };
   struct Group {
     std::vector<Row> rows;
@@ -52,12 +60,17 @@ class TokenCache {
     int32_t wave = 0;    // it runs after the prompts of lower waves, which compute the cached tokens
   };
 
-  TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, CacheType type, int64_t num_blocks);
+  // state_bytes: the size of a row's state, which counts as tokens do.
+  TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, CacheType type, int64_t num_blocks,
+             int64_t state_bytes = 0);
   TokenCache(const TokenCache&) = delete;
   TokenCache& operator=(const TokenCache&) = delete;
 
   // The number of tokens that fit into blocks that no group holds, including cached prefixes of earlier prompts.
-  int64_t free_tokens() const { return (std::ssize(free_) + prefixes_.num_idle()) * kBlockTokens; }
+  int64_t free_tokens() const {
+    return (std::ssize(free_) + prefixes_.num_idle()) * kBlockTokens - num_states_ * state_tokens_;
+  }
+  int64_t state_bytes() const { return state_bytes_; }
   // The additional tokens that the groups would need if they shared nothing.
   int64_t shared_tokens() const { return prefixes_.num_shared() * kBlockTokens; }
   // The number of tokens needed to append some to each row: counts[i] to those of group places[i], or one if `counts`
@@ -98,6 +111,8 @@ class TokenCache {
   int32_t slot(int32_t block, int64_t offset) const { return static_cast<int32_t>(block * block_slots_ + offset); }
   void sweep(Group& group);
 
+  int64_t state_bytes_, state_tokens_ = 0;
+  std::atomic<int64_t> num_states_{0};            // workers reorder their groups at the same time
   int64_t kv_heads_, token_bytes_, block_slots_;  // token_bytes_: per head; block_slots_: from one block to the next
   PooledMemory memory_;
   PrefixTable prefixes_;

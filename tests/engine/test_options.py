@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
     "norm": "rms", "activation": "swiglu", "bias": False, "positions": "rotary", "rotary_base": 100.0, "max_len": 640,
 }  # fmt: skip
 WINDOWS = {"window_size": 5, "window_layers": (True, False, True)}
+LINEAR = {"linear_key_heads": 3, "linear_key_dim": 6, "linear_value_dim": 20, "linear_conv_size": 3}
 # Caps are small enough to bend what they cap.
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -54,12 +55,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "many heads": {"num_heads": 14, "num_kv_heads": 2, "head_dim": 128},
     "sinks": {"attention_sinks": True},
     "gates with limits": {"activation": "clamped_swiglu"},
+    "gates of heads": {"attention_gate": True},
+    "linear attention": {**LINEAR, "linear_layers": (True, False, True)},
+    "linear attention, grouped": {**LINEAR, "linear_layers": (False, True, True), "linear_value_heads": 6},
+    "linear attention, wide": {"linear_layers": (True, True, False), "linear_key_heads": 1, "linear_value_heads": 2},
 }
 NOT_TOGETHER = [
     {"in parallel", "norms behind"}, {"in parallel", "norms on both sides"}, {"learned positions", "two rotations"},
     {"learned positions", "a part rotated"}, {"learned positions", "yarn"},
     {"learned positions", "some layers rotated"}, {"one norm for both", "norms behind"},
     {"one norm for both", "norms on both sides"}, {"one norm for both", "in parallel"},
+    *map(set, itertools.combinations([name for name in OPTIONS if name.startswith("linear")], 2)),
 ]  # fmt: skip
 FEW = [
     ("biases", "norms over heads", "norms behind"),
@@ -70,6 +76,7 @@ FEW = [
     ("learned positions", "norms over heads", "capped scores", "windows of layers"),
     ("many heads", "capped scores", "windows of layers"),
     ("sinks", "long windows", "gates with limits", "biases"),
+    ("linear attention, wide", "gates of heads", "biases", "norms of heads", "a part rotated"),
 ]
 PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in NOT_TOGETHER]
 # Of the error, as a share of how far the logits lie apart; fp32 besides twice that of the plain model in fp32.
@@ -96,7 +103,7 @@ class ModelCase:
         self.tensors = pack_tensors(model, "fp32")
 
     def session(self, precision: str, cache_dtype: str | None = None) -> Any:
-        return EXT.Session(EXT.PackedModel(self.options | {"precision": precision}, self.tensors), 4096, cache_dtype)
+        return EXT.Session(EXT.PackedModel(self.options | {"precision": precision}, self.tensors), 1 << 18, cache_dtype)
 
     def plain(
         self,
@@ -167,7 +174,7 @@ def test_each_option(name) -> None:
     assert_as_the_plain_model([name], (1, 8, 41))
 
 
-@pytest.mark.parametrize("names", FEW, ids=" + ".join)
+@pytest.mark.parametrize("names", [*FEW, ("linear attention", "windows of layers", "norms behind")], ids=" + ".join)
 def test_options_together(names) -> None:
     assert_as_the_plain_model(names, (1, 23))
 
@@ -215,6 +222,40 @@ def test_a_cache_of_int8_with_each_pair_of_options(names) -> None:
 def test_each_pair_of_options(names) -> None:
     """Tests all pairs of 19 options, also with prompts that are split into chunks."""
     assert_as_the_plain_model(names, (1, 7, 70, 530))
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+def test_states_continue_from_chunk_to_chunk(precision) -> None:
+    """598 tokens are prefilled as 512 and 86, or divided elsewhere beside another prompt, or read one by one."""
+    case, dice = ModelCase(["linear attention, grouped", "gates of heads"]), random.Random(1)
+    prompt, new = ids(dice, 599), ids(dice, 2)
+    logits = logits_of(case.session(precision), [prompt], [new])
+    for before in (1, 2, 30, 77, 511):
+        both = logits_of(case.session(precision), [ids(dice, before + 1), prompt], [ids(dice, 2), new], threads=2)
+        assert torch.equal(both[1], logits[0]), before
+    one_by_one, found = case.session(precision), torch.empty(1, VOCAB)
+    one_by_one.admit([[]], [[]], 1)
+    for token in prompt:
+        one_by_one.step([token], 1, False, [0], found.numpy(), 1)
+    due, rounded = (case.plain(prompt, new, dtype)[None] for dtype in (torch.float64, torch.float32))
+    bound = BOUNDS[precision] + 2 * max_error(rounded, due)
+    if precision != "int8":  # whose error varies from prompt to prompt
+        assert max_error(logits, due) < bound
+        assert max_error(found[None], due[:, :1]) < bound
+
+
+def test_a_state_that_keeps_all_tokens_gives_none_back() -> None:
+    case = ModelCase(["linear attention"])
+    session = case.session("fp32")
+    session.admit([[]], [[5, 6]], 1)
+    session.step([7, 8], 1, False, [], None, 1, None, None, [2])
+    with pytest.raises(ValueError, match="linear attention"):
+        session.cut([1])
+    with pytest.raises(ValueError, match="linear attention"):
+        session.align(0, 0, [5, 6, 7, 8], [6, 7, 8, 9], VOCAB, [], 1)
+    # No prompt begins with the blocks of another one, which have no state.
+    long = [*range(3, 60)]
+    assert session.known(long) == (0, 0) and session.admit([[]], [long], 1) == [0] == session.admit([[]], [long], 1)
 
 
 def test_windows_and_caps_of_a_prompt_that_is_cut() -> None:

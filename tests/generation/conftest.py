@@ -33,6 +33,17 @@ def gpt() -> Any:
 
 @pytest.fixture(scope="session")
 @torch.inference_mode(False)  # whichever test comes first
+def hybrid() -> Any:
+    """A model with layers of linear attention."""
+    torch.manual_seed(1)
+    linear = {"linear_key_heads": 2, "linear_value_heads": 4, "linear_key_dim": 6, "linear_value_dim": 9}
+    settings = {"d_model": 32, "num_layers": 3, "num_heads": 4, "max_len": 128, "attention_gate": True, **linear}
+    config = {"linear_layers": (True, False, True), "tie_embeddings": False, "d_ff": 64, **settings}
+    return louder(GPT.from_preset("qwen3-small", vocab_size=VOCAB, **config), 8)
+
+
+@pytest.fixture(scope="session")
+@torch.inference_mode(False)  # whichever test comes first
 def lstm() -> LSTMSeq2Seq:
     torch.manual_seed(1)
     model = LSTMSeq2Seq(vocab_size=VOCAB, d_model=32, num_layers=2).eval()

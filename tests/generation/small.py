@@ -12,7 +12,7 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation.engines.base import Candidates, Selection
-from fastformer.generation.engines.cpp import CppBatch
+from fastformer.generation.engines.cpp import CppBatch, DraftingCppBatch
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.generation.engines.kv_cache import KVCacheBatch
 from fastformer.models import GPT, Transformer
@@ -120,7 +120,7 @@ class Call(NamedTuple):
 def watch_steps(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Records the calls that step any batch of the engines cpp and kv_cache from now on."""
     calls: list[Call] = []
-    names: dict[Any, str] = {CppBatch: "cpp", KVCacheBatch: "kv_cache"}
+    names: dict[Any, str] = {DraftingCppBatch: "cpp", KVCacheBatch: "kv_cache"}
     steps, run = {kind: kind.step for kind in names}, CppBatch.run_searches
 
     def step(self: Any, tokens: Sequence[int], selection: Selection) -> Candidates:

@@ -59,7 +59,7 @@ def doubled(model: Any) -> Any:
 
 def said(engine: CppEngine, prompts: Sequence[Prompt], new: Sequence[Sequence[int]]) -> list[Tensor]:
     """Returns the log-probabilities after the prompt's last token, and after the new ones, (steps, vocab_size) each."""
-    total = sum(len(p.source or ()) + len(p.tokens) + len(new[0]) + 64 for p in prompts)
+    total = sum(engine.tokens_needed(prompt, 1, len(new[0]) + 1) for prompt in prompts)
     batch = engine.open(len(prompts), total)
     batch.prefill(prompts)
     found = []
@@ -167,6 +167,17 @@ DIVIDED: list[tuple[type, dict[str, Any]]] = [
     (GPT, {"positions": "rotary"}),
     (Transformer, {"positions": "relative"}),
     (GPT, {"positions": "rotary", "qk_norm": "all", "norm_placement": "both", "head_dim": 40, "window_size": 9}),
+    (
+        GPT,
+        {
+            "attention_gate": True,
+            "linear_layers": (True, False),
+            "linear_key_heads": 3,
+            "linear_value_heads": 6,
+            "linear_key_dim": 40,
+            "linear_value_dim": 72,
+        },
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import Generator, generate
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.drafts import Certainty, Drafter, DraftModel, PromptLookup
-from fastformer.generation.engines.base import Candidates, Prompt
+from fastformer.generation.engines.base import Candidates, DraftingBatch, Prompt
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
@@ -351,6 +351,7 @@ def test_a_draft_goes_on_while_it_is_probably_right() -> None:
     model, prompts = configured("llama"), [[5, 9, 20], [7, 8], [11, 12, 13]]
     rows = [generate(model, [prompt], max_new_tokens=6)[0].tolist()[len(prompt) :] for prompt in prompts]
     batch = CppEngine(model).open(3, 400)
+    assert isinstance(batch, DraftingBatch)
     batch.prefill([Prompt(None, prompt) for prompt in prompts])
     lasts = [prompt[-1] for prompt in prompts]
     sure, unsure = [-1.0] * 8, [-5.0] * 8  # logarithms

@@ -26,7 +26,10 @@ from fastformer.models.weights import FLOATING, SavedWeights
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 # The weights that an adapter may change, by their ends in fastformer's names.
-_LINEARS = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+_LINEARS = (
+    *("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"),
+    *("self_attn.gate_proj.weight", "self_attn.in_proj.weight", "self_attn.gates.weight"),
+)
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 # Settings that are read, and those that matter only in training or for the base model's place.
 _READ = frozenset({"alpha_pattern", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules", "use_rslora"})
@@ -159,12 +162,13 @@ def _converted(factors: Mapping[str, tuple[Tensor, Tensor]], model: GPT, setting
     for form, model_settings in _forms(model, factors):
         linears = dict(_linears(form, model))
         modules = [module for parts in linears.values() for module in parts]
-        _check_modules(factors, modules, settings)
+        pairs = _opened(factors, form, model_settings)
+        _check_modules(pairs, modules, settings)
         results.append(
             {
-                name: _whole(name, [factors.get(module) for module in parts], parts, form, model, model_settings)
+                name: _whole(name, [pairs.get(module) for module in parts], parts, form, model)
                 for name, parts in linears.items()
-                if any(module in factors for module in parts)
+                if any(module in pairs for module in parts)
             }
         )
     first, *others = results
@@ -176,6 +180,17 @@ def _converted(factors: Mapping[str, tuple[Tensor, Tensor]], model: GPT, setting
         ):
             raise ValueError("expected a model that was loaded from a folder of transformers, which names its family")
     return Adapter(first)
+
+
+def _opened(
+    factors: Mapping[str, tuple[Tensor, Tensor]], form: Form, settings: Mapping[str, Any]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns the factors of the modules that the form's names have, of which one of the family may be several."""
+    return {
+        name.removesuffix(".weight"): (a, opened)
+        for module, (a, b) in factors.items()
+        for name, opened in form.open({f"{module}.weight": b}, settings).items()
+    }
 
 
 def _forms(model: GPT, factors: Iterable[str]) -> list[tuple[Form, Mapping[str, Any]]]:
@@ -234,7 +249,6 @@ def _whole(
     modules: Sequence[str],
     form: Form,
     model: GPT,
-    settings: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Returns A and B of a matrix that consists of several modules, some of which have factors."""
     outputs, inputs = model.get_parameter(name).shape
@@ -249,7 +263,6 @@ def _whole(
                     f"expected lora_A with {inputs} columns and lora_B with {size} rows for {module}, got "
                     f"{a.shape[1]} and {len(b)}: it is the adapter of a model of another size"
                 )
-            [b] = form.open({f"{module}.weight": b}, settings).values()
             all_a.append(a)
             all_b.append(torch.nn.functional.pad(b, (0, 0, first, outputs - first - size)))
         first += size

@@ -23,6 +23,7 @@ from fastformer.generation.engines.base import (
     Limits,
     Prompt,
     Readings,
+    SearchingBatch,
     Selection,
 )
 from fastformer.generation.engines.cpp_support import why_not_supported
@@ -159,7 +160,7 @@ class CppEngine(Engine):
     def _cached_heads(self) -> int:
         """The number of key heads and value heads that a token has in the cache, over all layers."""
         config = self._config
-        layers = config.num_layers if isinstance(config, GPT.config_class) else config.num_decoder_layers
+        layers = config.linear.count(False) if isinstance(config, GPTConfig) else config.num_decoder_layers
         return 2 * layers * self._attention.num_kv_heads
 
     def runs_searches(self) -> bool:
@@ -168,12 +169,29 @@ class CppEngine(Engine):
 
     @property
     def step_bytes(self) -> int:
+        if self.has_states:  # its batches can't take drafts back
+            return 0
         packed: Any = self.prepacked(may_be_old=True)
         return int(packed.step_bytes)
 
     def reuses_prefixes(self) -> bool:
-        """Returns whether the model has no encoder: a source would change the keys and values of a prompt."""
-        return isinstance(self._model, GPT)
+        """Returns whether the model has no encoder, whose source would change the keys and values of a prompt, and no
+        states, which contain all tokens of a row.
+        """
+        return isinstance(self._model, GPT) and not self.has_states
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has layers of linear attention."""
+        return isinstance(self._model, GPT) and any(self._model.config.linear)
+
+    def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
+        """See `Engine.tokens_needed`; the state of a row counts as the tokens that take as much memory."""
+        needed = super().tokens_needed(prompt, num_rows, new_tokens)
+        if not self.has_states:
+            return needed
+        packed: Any = self.prepacked(may_be_old=True)
+        return needed + num_rows * -(-int(packed.state_bytes) // (self.token_bytes * BLOCK_SIZE)) * BLOCK_SIZE
 
     def add_adapter(self, name: str, adapter: Adapter) -> None:
         if not isinstance(self._model, GPT):
@@ -204,12 +222,13 @@ class CppEngine(Engine):
         return True
 
     def open(self, max_rows: int, num_tokens: int) -> CppBatch:
+        kind = CppBatch if self.has_states else DraftingCppBatch
         most = (2**31 - 1) // (self._cached_heads * BLOCK_SIZE)  # the session counts places in 32 bits
         blocks = min(max(1, -(-num_tokens // BLOCK_SIZE)), most)
-        return CppBatch(self, self._config.vocab_size, blocks * BLOCK_SIZE, self._shortlist)
+        return kind(self, self._config.vocab_size, blocks * BLOCK_SIZE, self._shortlist)
 
 
-class CppBatch(DraftingBatch):
+class CppBatch(SearchingBatch):
     """A batch that runs in a session of the C++ extension.
 
     The session begins with the first prefill. A prefill of an empty batch begins a new session, without the cached
@@ -261,6 +280,7 @@ class CppBatch(DraftingBatch):
         return self.read(tokens, (), replace(selection, logit_rows=shown)).choose(range(len(tokens)), selection)
 
     def read(self, tokens: Sequence[int], counts: Sequence[int], selection: Selection) -> CppReadings:
+        """See `DraftingBatch.read`."""
         shown = list(selection.logit_rows)
         logits = torch.empty(len(shown), self._vocab_size, dtype=torch.float32, device="cpu")
         ids, values = self.session.step(
@@ -275,18 +295,6 @@ class CppBatch(DraftingBatch):
             counts,
         )
         return CppReadings(ids.tolist(), values.tolist(), shown, logits)
-
-    def draft(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int],
-        chances: Sequence[float],
-        least: Sequence[Sequence[float]],
-    ) -> list[tuple[list[int], list[int]]]:
-        return self.session.draft(tokens, counts, chances, least, torch.get_num_threads())
-
-    def cut(self, counts: Sequence[int]) -> None:
-        self.session.cut(counts)
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Appends a token to each row, and returns the logits of the next token, (rows, vocab_size) fp32."""
@@ -323,6 +331,22 @@ class CppBatch(DraftingBatch):
         return 0 if self._session is None else self._session.shared_tokens()
 
 
+class DraftingCppBatch(CppBatch, DraftingBatch):
+    """A batch that can take tokens back, since no layer has a state that contains them."""
+
+    def draft(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int],
+        chances: Sequence[float],
+        least: Sequence[Sequence[float]],
+    ) -> list[tuple[list[int], list[int]]]:
+        return self.session.draft(tokens, counts, chances, least, torch.get_num_threads())
+
+    def cut(self, counts: Sequence[int]) -> None:
+        self.session.cut(counts)
+
+
 class CppReadings(Readings):
     """The candidates after each token that was read, and the logits after some of them.
 
@@ -349,9 +373,14 @@ class CppReadings(Readings):
 
 
 def _attention(model: Transformer | GPT) -> MultiheadAttention:
-    attention = model.decoder.layers[0].self_attn
+    attention = _attending(model).self_attn
     assert isinstance(attention, MultiheadAttention)
     return attention
+
+
+def _attending(model: Transformer | GPT) -> Any:
+    """Returns the first layer of the decoder that attends."""
+    return next(layer for layer in model.decoder.layers if isinstance(layer.self_attn, MultiheadAttention))
 
 
 def pack(model: nn.Module, precision: str) -> object:
@@ -367,7 +396,7 @@ def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
     """Returns the options of a model that its tensors don't show, for ModelOptions in csrc/engine/packed_model.h."""
     layers = model.decoder.layers
     return {
-        **shared_options(model.config, layers[0], _target_embedding(model), precision),
+        **shared_options(model.config, _attending(model), _target_embedding(model), precision),
         "num_decoder_layers": len(layers),
         **(_gpt_options(model.config) if isinstance(model, GPT) else _transformer_options(model)),
     }
@@ -411,6 +440,8 @@ def _gpt_options(config: GPTConfig) -> dict[str, object]:
         some["attention_scale"] = config.attention_scale
     if config.num_experts is not None:
         some |= {"experts_per_token": config.num_experts_per_tok, "norm_topk_prob": config.norm_topk_prob}
+    if any(config.linear):
+        some["linear_key_heads"] = config.linear_key_heads
     return {
         "norm_placement": config.norm_placement,
         "parallel_residual": config.parallel_residual,

@@ -55,6 +55,13 @@ class KVCacheEngine(ModuleEngine):
         self._empty = new_cache(self.model, 1, 1)  # gives the bytes of a token
         self.block_size = self._empty.block_size
 
+    @classmethod
+    def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
+        """See `ModuleEngine`; a `KVCache` doesn't hold the states of linear attention."""
+        if any(getattr(getattr(model, "config", None), "linear", ())):
+            return "layers of linear attention have states, which its cache doesn't hold"
+        return super().why_unsupported(model, precision)
+
     @property
     def token_bytes(self) -> int:
         """The bytes of a token's keys and values in all layers."""

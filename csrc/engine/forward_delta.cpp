@@ -1,0 +1,199 @@
+// Layers of linear attention: gated DeltaNets (Yang et al. 2025; fastformer/nn/gated_delta.py has the formulas). A row
+// has a state for each value head, (key_dim, value_dim), and the last inputs of the convolution. A call handles the
+// tokens of a span for one key head and the value heads that share it, one token after the other: so the bits of a row
+// don't depend on how its tokens are split into spans.
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "common/rows.h"
+#include "engine/forward.h"
+
+namespace fastformer {
+namespace {
+
+using V = Vec<float>;
+
+constexpr int64_t kTokens = 64;  // at a time: their queries, keys and values stay in the cache
+
+// The inputs and the outputs of one value head.
+struct HeadTokens {
+  int64_t count, key_dim, width;  // width: of a row of the state, whole vectors
+  const float *q, *k;             // (count, key_dim), of length 1; q is scaled
+  const float* qk;                // the products of both
+  const float *v, *decay, *beta;  // v: (count, width), with zeros behind the head's values
+  float* out;                     // (count, width)
+};
+
+// Runs tokens through R vectors of the columns of a state. Each token's update of a row of the state is followed by the
+// next token's sums over that row.
+template <int R>
+void run_columns(const HeadTokens& tokens, float* state, int64_t column) {
+  const int64_t dim = tokens.key_dim, width = tokens.width;
+  V by_key[R], by_query[R], written[R];
+  const auto sum_up = [&](const V* row, float k, float q) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+      by_key[r] = fmadd(row[r], V(k), by_key[r]), by_query[r] = fmadd(row[r], V(q), by_query[r]);
+  };
+  const auto clear = [&] {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) by_key[r] = by_query[r] = V(0.f);
+  };
+  clear();
+  for (int64_t i = 0; i < dim; ++i) {
+    V row[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) row[r] = V::load(state + i * width + column + r * V::size);
+    sum_up(row, tokens.k[i], tokens.q[i]);
+  }
+  for (int64_t t = 0; t < tokens.count; ++t) {
+    const V decay(tokens.decay[t]), beta(tokens.beta[t]), qk(tokens.qk[t]);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = t * width + column + r * V::size;
+      written[r] = (V::load(tokens.v + at) - decay * by_key[r]) * beta;
+      fmadd(qk, written[r], decay * by_query[r]).store(tokens.out + at);
+    }
+    clear();
+    const float *k = tokens.k + t * dim, *next_k = k + dim, *next_q = tokens.q + (t + 1) * dim;
+    const bool is_last = t + 1 == tokens.count;
+    for (int64_t i = 0; i < dim; ++i) {
+      V row[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        float* const at = state + i * width + column + r * V::size;
+        row[r] = fmadd(V(k[i]), written[r], decay * V::load(at));
+        row[r].store(at);
+      }
+      if (!is_last) sum_up(row, next_k[i], next_q[i]);
+    }
+  }
+}
+
+void run_tokens(const HeadTokens& tokens, float* state) {
+  int64_t column = 0;
+  for (; column + 4 * V::size <= tokens.width; column += 4 * V::size) run_columns<4>(tokens, state, column);
+  for (; column < tokens.width; column += V::size) run_columns<1>(tokens, state, column);
+}
+
+// Gives a vector the length `length`, as far as it isn't near 0.
+void normalise_length(float* x, int64_t n, float length) {
+  const float squares = sum_vecs<float>(n, [=](int64_t c, int64_t m) {
+                          const V value = V::load(x + c, m);
+                          return value * value;
+                        }).sum();
+  const float factor = length / std::sqrt(squares + 1e-6f);
+  for_each_vec<float>(n, [=](int64_t c, int64_t m) { (V::load(x + c, m) * V(factor)).store(x + c, m); });
+}
+
+float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+}  // namespace
+
+// Adds the stages that mix the tokens of a layer of linear attention; the result is in context_.
+void Forward::add_delta(const Pass& pass, size_t layer) {
+  const auto add = [&](int64_t begin, int64_t end) {
+    const int64_t heads = pass.stack.layers[layer].delta[0].key_heads, all = (end - begin) * heads;
+    if (all == 0) return;
+    const int64_t tasks = pass.threads == 1 ? 1 : std::min<int64_t>(all, 2 * pass.threads);
+    stages_.push_back({tasks, [=, this, &spans = pass.batch.spans, &weights = pass.stack.layers[layer]](int64_t task) {
+                         for (int64_t i = all * task / tasks; i < all * (task + 1) / tasks; ++i)
+                           mix_span(weights, spans[begin + i / heads], i % heads);
+                       }});
+  };
+  add(pass.steps, pass.spans);  // prompts come first: steps may continue them
+  add(0, pass.steps);
+}
+
+// Mixes the tokens of a span for one key head, and changes the parts of the row's state that belong to it.
+void Forward::mix_span(const PackedLayer& weights, const Span& span, int64_t key_head) {
+  const DeltaNet& net = weights.delta[0];
+  const int64_t key_dim = net.key_dim, value_dim = net.value_dim, width = net.width(), channels = net.channels();
+  const int64_t shared = net.value_heads / net.key_heads, first_value = key_head * shared;
+  const int64_t ld = padded(weights.qkv.n), gates_ld = padded(weights.gates.n), before = net.conv_size - 1;
+  float* const states = span.row->state->data() + net.state;
+  float* const inputs = states + net.value_heads * key_dim * width;  // (conv_size - 1, channels), before the span
+  const float* rows = qkv_.data() + span.begin * ld;
+  const auto input = [=](int64_t t) { return t < 0 ? inputs + (before + t) * channels : rows + t * ld; };
+  static thread_local std::vector<float> scratch;
+  scratch.resize(kTokens * (2 * key_dim + 2 * width + 3));
+  float *const q = scratch.data(), *const k = q + kTokens * key_dim, *const v = k + kTokens * key_dim;
+  float *const out = v + kTokens * width, *const qk = out + kTokens * width;
+  float *const decay = qk + kTokens, *const beta = decay + kTokens;
+  const auto convolve = [&](int64_t t, int64_t channel, int64_t count, float* to) {
+    for_each_vec<float>(count, [&](int64_t c, int64_t n) {
+      V sum(0.f);
+      for (int64_t tap = 0; tap <= before; ++tap)
+        sum = fmadd(V::load(input(t - before + tap) + channel + c, n),
+                    V::load(net.conv.data() + tap * channels + channel + c, n), sum);
+      (sum * sigmoid(sum)).store(to + c, n);
+    });
+  };
+  const int64_t q_channel = key_head * key_dim, k_channel = (net.key_heads + key_head) * key_dim;
+  const int64_t v_channel = 2 * net.key_heads * key_dim + first_value * value_dim, length = span.end - span.begin;
+  for (int64_t first = 0; first < length; first += kTokens) {
+    const int64_t count = std::min(kTokens, length - first);
+    for (int64_t t = 0; t < count; ++t) {
+      float *const own_q = q + t * key_dim, *const own_k = k + t * key_dim;
+      convolve(first + t, q_channel, key_dim, own_q), convolve(first + t, k_channel, key_dim, own_k);
+      normalise_length(own_q, key_dim, 1 / std::sqrt(static_cast<float>(key_dim)));
+      normalise_length(own_k, key_dim, 1);
+      qk[t] = sum_vecs<float>(key_dim, [=](int64_t c, int64_t n) {
+                return V::load(own_q + c, n) * V::load(own_k + c, n);
+              }).sum();
+    }
+    for (int64_t head = first_value; head < first_value + shared; ++head) {
+      for (int64_t t = 0; t < count; ++t) {
+        const float* gates = gates_.data() + (span.begin + first + t) * gates_ld;
+        beta[t] = 1 / (1 + std::exp(-gates[head]));
+        decay[t] = std::exp(net.rate[head] * softplus(gates[net.value_heads + head] + net.dt_bias[head]));
+        convolve(first + t, v_channel + (head - first_value) * value_dim, value_dim, v + t * width);
+        std::fill(v + t * width + value_dim, v + (t + 1) * width, 0.f);
+      }
+      run_tokens({count, key_dim, width, q, k, qk, v, decay, beta, out}, states + head * key_dim * width);
+      for (int64_t t = 0; t < count; ++t) {
+        float* const context = context_.data() + (span.begin + first + t) * net.values() + head * value_dim;
+        const float* const z = input(first + t) + channels + head * value_dim;
+        normalise_row<false, false, float, float, float>(out + t * width, nullptr, nullptr, net.norm.weight.data(),
+                                                         net.norm.bias.data(), model_.options.eps, true, value_dim,
+                                                         nullptr, context);
+        for_each_vec<float>(value_dim, [=](int64_t c, int64_t n) {
+          const V gate = V::load(z + c, n);
+          (V::load(context + c, n) * gate * sigmoid(gate)).store(context + c, n);
+        });
+      }
+    }
+  }
+  for (int64_t t = 0; t < before; ++t) {
+    const auto keep = [&](int64_t channel, int64_t count) {
+      std::copy_n(input(length - before + t) + channel, count, inputs + t * channels + channel);
+    };
+    keep(q_channel, key_dim), keep(k_channel, key_dim), keep(v_channel, shared * value_dim);
+  }
+}
+
+// Runs the stages of a batch of the decoder. The states of its rows then contain its tokens; after an error they are
+// unusable.
+void Forward::run_decoder(const Batch& batch, int threads) {
+  if (cache_->state_bytes() == 0) return run_stages(stages_, threads);
+  const auto set = [](const Span& span, int64_t tokens) { span.row->state->tokens = tokens; };
+  const auto advance = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Span& span = batch.spans[i];
+      if (!span.stores || span.row->state->tokens != span.first_position)
+        throw std::logic_error("expected tokens that follow those in the row's states of linear attention");
+      set(span, span.first_position + span.end - span.begin);
+    }
+  };
+  try {
+    advance(batch.steps(), std::ssize(batch.spans)), advance(0, batch.steps());
+    run_stages(stages_, threads);
+  } catch (...) {
+    for (const Span& span : batch.spans) set(span, -1);
+    throw;
+  }
+}
+
+}  // namespace fastformer
