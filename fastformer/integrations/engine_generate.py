@@ -341,6 +341,8 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
         raise _DeclinedError("a captured step reads no drafts")
     found = call.found.of_length(_longest(input_ids, kwargs.get("attention_mask")))
     engine = found.engine(call.model, precision)
+    if is_assisted and cast(ForeignEngine, engine).has_states:
+        raise _DeclinedError("the states of its layers of linear attention keep the tokens of rejected drafts")
     inputs = _inputs(call, engine, input_ids, kwargs)
     vocab_size = engine.shape.config.vocab_size
     pad = config._pad_token_tensor
@@ -392,6 +394,8 @@ def _draft_model(assistant: Any, engine: ForeignEngine) -> DraftModel:
     setting = ENGINE_MODELS.setting(assistant)
     precision = (setting and setting.precision) or engine.precision
     small = ForeignEngine(findings.weights(assistant, precision), precision)
+    if small.has_states:
+        raise _DeclinedError("the assistant_model has layers of linear attention, whose states keep rejected drafts")
     sizes = [
         (
             is_decoder_only(each.shape),

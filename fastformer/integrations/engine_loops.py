@@ -24,7 +24,7 @@ from transformers.modeling_outputs import ModelOutput
 from fastformer.generation.config import Processor
 from fastformer.generation.drafts import Drafter, DraftModel, source_text
 from fastformer.generation.engines.base import Candidates, Prompt, Selection
-from fastformer.generation.engines.cpp import CppBatch
+from fastformer.generation.engines.cpp import CppBatch, DraftingCppBatch
 from fastformer.generation.engines.graph import GraphBatch
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import (
@@ -348,7 +348,7 @@ class DraftingStepper(Stepper):
         num_lookup_tokens: the most tokens to draft from the text so far; 0: none.
     """
 
-    _batch: CppBatch
+    _batch: DraftingCppBatch
 
     def __init__(
         self, engine: ForeignEngine, inputs: Inputs, draft_model: DraftModel | None, num_lookup_tokens: int

@@ -36,6 +36,12 @@ MORE: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 48, "vocab_size": 40,
                    "max_position_embeddings": 48, "pad_token_id": 1},
     "granitemoehybrid": {**SIZES, "num_local_experts": 0, "layer_types": ["full_attention"] * 2, "mamba_n_heads": 1},
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        {**SIZES, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+         "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "num_experts": 4,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    ),
     **dict.fromkeys(("ministral", "gemma", "gemma2", "gemma3_text", "qwen3"), {**SIZES, "head_dim": 8}),
 }  # fmt: skip
 GENERATING = [name for name, family in FAMILIES.items() if family.kind == "decoder"] + ["t5", "mt5", "bart", "marian"]

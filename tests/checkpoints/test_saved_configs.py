@@ -28,16 +28,18 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "attention_scale": (None, 0.5), "rotary_fraction": (0.5, 1.0), "rotary_base": (500.0,), "max_len": (64,),
     "layer_norm_eps": (0.25,), "router_aux_loss_coef": (0.0, 0.5), "embedding_size": (None, 16),
     "token_types": (0, 1, 3), "num_buckets": (8,), "max_distance": (64,), "head_pooling": ("cls", "mean"),
-    "layer_groups": (None, 2),
+    "layer_groups": (None, 2), "linear_layers": (None, _SOME), "linear_key_heads": (2, 4),
+    "linear_value_heads": (None, 8), "linear_key_dim": (24,), "linear_value_dim": (40,), "linear_conv_size": (3,),
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), (0.0, 0.25)),
     **dict.fromkeys(("bias", "parallel_residual", "is_causal", "norm_topk_prob", "shared_norm", "output_bias",
-                     "norm_first", "first_norm", "embedding_norm", "pooler"), (False, True)),
+                     "norm_first", "first_norm", "embedding_norm", "pooler", "attention_gate"), (False, True)),
     **dict.fromkeys(("qkv_bias", "out_bias", "norm_bias", "attention_bias", "linear1_bias"), (None, False, True)),
 }  # fmt: skip
 # Options that mean something together.
 TOGETHER = (
     ("window_size", "window_layers", "rotary_layers"), ("rotary_scaling", "local_rotary_base", "window_size"),
-    ("parallel_residual", "shared_norm"), ("num_experts", "expert_d_ff", "shared_expert_d_ff", "sparse_layers"),
+    ("parallel_residual", "shared_norm"), ("linear_layers", "linear_key_heads", "linear_value_heads"),
+    ("num_experts", "expert_d_ff", "shared_expert_d_ff", "sparse_layers"),
 )  # fmt: skip
 # Names that a family's config of transformers lacks, and that its code or an older version reads.
 UNLISTED = {

@@ -31,6 +31,13 @@ _QWEN_MOE = {
     **_GROUPED, "use_sliding_window": True, "sliding_window": 5, "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 20, "decoder_sparse_step": 2,
 }  # fmt: skip
+_LINEAR = {
+    **_GEMMA, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_SHARED = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28,
+}  # fmt: skip
 _BERT: dict[str, Any] = {**_LLAMA, "num_labels": 3}
 _BART: dict[str, Any] = {
     **_IDS, "d_model": 24, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
@@ -79,6 +86,9 @@ BASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_GROUPED, "head_dim": 16, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 3},
     "qwen2_moe": {**_QWEN_MOE, "shared_expert_intermediate_size": 28},
     "qwen3_moe": {**_QWEN_MOE, "head_dim": 6},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_LINEAR, **_SHARED},
+    "qwen3_next": {**_LINEAR, **_SHARED, "decoder_sparse_step": 2},
     "smollm3": {**_GROUPED, "no_rope_layers": [1, 0, 1]},
     "exaone4": {**_GEMMA, "sliding_window": 5, "sliding_window_pattern": 2},
     "granite": {**_GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,

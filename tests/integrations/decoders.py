@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf.fields import FIELDS
 from fastformer.checkpoints.hf.llama_kin import folded
 from fastformer.checkpoints.hf.mixtures import in_memory
 from fastformer.models import GPT
@@ -141,6 +142,11 @@ _MOE = {"moe_intermediate_size": 20}
 GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 44, "mamba_n_heads": 1,
              "layer_types": ["full_attention"] * 2}  # fmt: skip
 _SHARED = {**_MOE, "shared_expert_intermediate_size": 28}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+           "linear_value_head_dim": 10, "head_dim": 8, **_GROUPED,
+           # A first output near 0 would be rounding errors, of which the norm makes numbers near 1.
+           "rms_norm_eps": 0.01}  # fmt: skip
+_LINEAR_TYPES = ["linear_attention", "full_attention", "linear_attention"]
 _GEMMA = {"num_key_value_heads": 2, "head_dim": 10}
 _LOCAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
           "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
@@ -248,6 +254,20 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
                               "decoder_sparse_step": 2, "num_hidden_layers": 3, **_MOE, **_GROUPED},
         "windows, biased": {"num_experts": 3, "num_experts_per_tok": 1, "attention_bias": True, **_MOE, **_SLIDING},
     },
+    "qwen3_5_text": {
+        "grouped heads": {**_LINEAR, "layer_types": _LINEAR_TYPES, "num_hidden_layers": 3},
+        "tied, biased": {**_LINEAR, "linear_num_value_heads": 2, "head_dim": 16, "attention_bias": True,
+                         "linear_conv_kernel_dim": 3, "tie_word_embeddings": True, "layer_types": _LINEAR_TYPES[1:]},
+    },
+    "qwen3_5_moe_text": {
+        "plain": {**_LINEAR, **_SHARED, "num_experts": 5, "num_experts_per_tok": 2, "layer_types": _LINEAR_TYPES[:2]},
+    },
+    "qwen3_next": {
+        "one layer dense": {**_LINEAR, **_SHARED, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1],
+                            "layer_types": _LINEAR_TYPES, "num_hidden_layers": 3},
+        "weights as they are": {**_LINEAR, **_SHARED, "num_experts": 3, "num_experts_per_tok": 2,
+                                "norm_topk_prob": False, "linear_num_value_heads": 6, "layer_types": _LINEAR_TYPES[:2]},
+    },
 }  # fmt: skip
 CASES = {
     f"{kind} {variant}": Case(kind, options | (_DROPOUT if kind == "gpt2" else {}))
@@ -272,14 +292,15 @@ def drawn(kind: str, seed: int) -> Case:
     if kind in ("gpt2", "gpt_neox"):
         del options["num_key_value_heads"]
     if kind in ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "mixtral",
-                "qwen3_moe", "gpt_oss"):  # fmt: skip
-        own = free or flip()
+                "qwen3_moe", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):  # fmt: skip
+        own = free or flip() or "linear_num_key_heads" in FIELDS[kind]
         options["head_dim"] = head_dim if own and kind not in ("phi3",) else hidden // heads
     dim = options.get("head_dim", hidden // heads)
     if kind == "gpt2":
         options |= {"n_inner": options.pop("intermediate_size"), **_DROPOUT}
         options["activation_function"] = rng.choice(("gelu_new", "gelu", "relu", "silu"))
-    biased = ("llama", "qwen3", "olmo2", "olmo3", "gpt_neox", "gemma", "gemma2", "gemma3_text", "granite", "gpt_oss")
+    biased = ("llama", "qwen3", "olmo2", "olmo3", "gpt_neox", "gemma", "gemma2", "gemma3_text", "granite", "gpt_oss",
+              "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # fmt: skip
     if kind in biased:
         options["attention_bias"] = flip()
     if kind in ("llama", "smollm3", "granite"):
@@ -295,7 +316,7 @@ def drawn(kind: str, seed: int) -> Case:
     rope = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10_000.0, 1e6))}
     if kind not in ("gpt2", "phi3"):
         rope |= rng.choice([{}, *(each for name, each in _ROPES.items() if name != "dynamic" or kind != "gemma3_text")])
-    if kind in ("gpt_neox", "phi", "stablelm"):
+    if kind in ("gpt_neox", "phi", "stablelm", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         rope["partial_rotary_factor"] = rng.choice([part / dim for part in range(4, dim + 1, 2)])
     if kind == "phi3" and flip():
         part = rng.choice(range(4, dim + 1, 2))
@@ -314,15 +335,16 @@ def drawn(kind: str, seed: int) -> Case:
         options["attn_logit_softcapping"] = rng.choice((None, 1.5))
     if kind in ("gpt_neox", "stablelm"):
         options["use_parallel_residual"] = flip()
-    if kind in ("mixtral", "granitemoe", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"):
+    if "num_experts_per_tok" in FIELDS[kind] and kind != "granitemoehybrid":
         experts = rng.randint(2, 9)  # of one alone, a router learns nothing
         total = "num_local_experts" if kind in ("granitemoe", "gpt_oss") else "num_experts"
         options |= {total: experts, "num_experts_per_tok": rng.randint(2, experts)}
-        if kind not in ("mixtral", "granitemoe", "gpt_oss"):
+        if "norm_topk_prob" in FIELDS[kind]:
             options["norm_topk_prob"] = flip()
-        if kind.startswith("qwen"):
+        if "decoder_sparse_step" in FIELDS[kind]:
             options |= {"decoder_sparse_step": rng.randint(1, min(2, depth)), "mlp_only_layers": [0][: depth - 1]}
-            options |= _SHARED if kind == "qwen2_moe" else _MOE
+        if "moe_intermediate_size" in FIELDS[kind]:
+            options |= _SHARED if "shared_expert_intermediate_size" in FIELDS[kind] else _MOE
     if kind == "smollm3":
         options["no_rope_layers"] = [rng.randrange(2) for _ in range(depth)]
     if kind == "granitemoehybrid":
@@ -335,4 +357,17 @@ def drawn(kind: str, seed: int) -> Case:
         options["logits_scaling"] = rng.choice((1.0, 3.0))
     if kind == "stablelm":
         options["use_qkv_bias"] = flip()
+    if "linear_num_key_heads" in FIELDS[kind]:
+        options |= _drawn_linear(rng, depth)
     return Case(kind, options)
+
+
+def _drawn_linear(rng: random.Random, depth: int) -> dict[str, Any]:
+    keys, full = rng.choice((1, 2, 3)), rng.randrange(depth)
+    types = [rng.choice(_LINEAR_TYPES[:2]) for _ in range(depth)]
+    return {
+        "layer_types": [_LINEAR_TYPES[1] if layer == full else kind for layer, kind in enumerate(types)],
+        "linear_num_key_heads": keys, "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
+        "linear_key_head_dim": rng.randint(3, 20), "linear_value_head_dim": rng.randint(1, 20),
+        "linear_conv_kernel_dim": rng.randint(1, 5),
+    }  # fmt: skip

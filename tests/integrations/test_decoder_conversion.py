@@ -37,7 +37,8 @@ EXACT = ("llama yarn rope", "mistral window", "qwen2 windows", "qwen3 wide heads
          "mixtral window", "granitemoe factors", "olmoe three of five", "qwen2_moe shared, one layer dense",
          "qwen3_moe every other layer",
          "smollm3 windows", "granite factors", "phi tied", "stablelm parallel", "cwm windows",
-         "exaone4 windows")  # fmt: skip
+         "exaone4 windows", "qwen3_5_text grouped heads", "qwen3_5_moe_text plain",
+         "qwen3_next one layer dense")  # fmt: skip
 cases = pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in CASES.items()],
@@ -95,7 +96,8 @@ def check_exactly(case: Case, ids: Tensor, labels: Tensor) -> None:
 @cases
 def test_logits_loss_and_gradients_are_the_same(case) -> None:
     check_exactly(case, *ids_of())
-    check(case, *ids_of(), seeds=range(3, 7))
+    # The norm of an output near 0 makes the error of some draws of linear attention much larger.
+    check(case, *ids_of(), seeds=range(3, 19 if "linear_num_key_heads" in case.options else 7))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -123,7 +125,7 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
     # Of several families that have these options it becomes the first.
     settings, own = DECODER_FORMS[case.kind].from_model(ours)
     own = in_memory(own, state)
-    atol = 2e-7 if case.kind.startswith("gemma") else 0  # whose norms are stored less 1
+    atol = 2e-7 if case.kind.startswith(("gemma", "qwen3_5", "qwen3_next")) else 0  # norms that are stored less 1
     for found in (own, *([again] if type(back) is type(theirs) else [])):
         assert own.keys() == state.keys()
         for name, weight in in_ours(case, state).items():
@@ -164,6 +166,8 @@ def check_tokens(case: Case, engine: str, count: int = 64, *, is_lively: bool = 
     Args:
         is_lively: whether the model has to generate different tokens.
     """
+    if engine == "kv_cache" and "linear_num_key_heads" in case.options:  # which it has no states for
+        engine = "recompute"
     theirs = case.make(seed=4)
     ids, _ = ids_of()
     prompts = [ids[0].tolist(), ids[1, :5].tolist(), ids[2, :1].tolist()]

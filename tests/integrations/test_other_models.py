@@ -59,19 +59,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
         WHISPER,
         lambda: {"input_features": torch.randn(3, 8, 40)} | tokens("decoder_input_ids", 5),
     ),
-    "qwen3_5": (
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5TextConfig",
-        TEXT
-        | {
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "num_hidden_layers": 4,
-        },
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        TEXT | {"num_key_value_heads": 1, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
         padded,
     ),
     "beit": ("BeitModel", "BeitConfig", VISION | {"use_relative_position_bias": True}, picture),
@@ -104,7 +95,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
     "mamba": ("MambaForCausalLM", "MambaConfig", {name: TEXT[name] for name in ("hidden_size", "vocab_size")}, tokens),
 }
 # What `report` says of families that fastformer refuses with a reason.
-REASONS = {"qwen3_5": "linear attention", "deberta": "DeBERTa"}
+REASONS = {"lfm2": "conv", "deberta": "DeBERTa"}
 SLOW = ("blenderbot", "falcon", "mamba")
 
 

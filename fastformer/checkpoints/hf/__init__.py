@@ -24,6 +24,7 @@ from fastformer.checkpoints.hf import (
     neox,
     nomic,
     prompts,
+    qwen_hybrid,
     t5,
 )
 from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
@@ -46,6 +47,7 @@ DECODER_FORMS: dict[str, Form] = {
     **neox.FORMS,
     **mixtures.FORMS,
     **llama_kin.FORMS,
+    **qwen_hybrid.FORMS,
 }
 # The families that a `BERT` may be saved as, likewise.
 ENCODER_FORMS: dict[str, EncoderForm] = {
@@ -102,6 +104,7 @@ _CAUSAL = {
     "starcoder2": "Starcoder2", "mixtral": "Mixtral", "granitemoe": "GraniteMoe", "olmoe": "Olmoe",
     "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite",
     "granitemoehybrid": "GraniteMoeHybrid", "phi": "Phi", "stablelm": "StableLm", "cwm": "Cwm", "gpt_oss": "GptOss",
+    "qwen3_next": "Qwen3Next",
 }  # fmt: skip
 _ENCODERS = ("roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert", "eurobert")
 _FAMILIES = {
@@ -114,6 +117,8 @@ _FAMILIES = {
     "mt5": Family("mT5", "MT5Config", "MT5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "gpt2": _decoder("gpt2", "GPT2Config", "GPT2LMHeadModel"),
     **{kind: _decoder(kind, f"{name}Config", f"{name}ForCausalLM") for kind, name in _CAUSAL.items()},
+    "qwen3_5_text": _decoder("qwen3_5_text", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "qwen3_5"),
+    "qwen3_5_moe_text": _decoder("qwen3_5_moe_text", "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", "qwen3_5_moe"),
     "gemma3_text": _decoder("gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM", "gemma3"),
     "bert": _encoder("bert", "ForPreTraining"),
     **{kind: _encoder(kind) for kind in _ENCODERS},
@@ -131,6 +136,8 @@ def encoding_family(kind: str | None) -> Family | None:
     A decoder's texts get the special tokens of its tokenizer around them, as those of an encoder do, and no prompt.
     """
     family = None if kind is None else FAMILIES.get(kind)
+    if kind in qwen_hybrid.FORMS:  # texts are encoded in one pass, in which no row has a state
+        return None
     if kind is None or family is None or kind not in DECODER_FORMS:
         return family if family is not None and family.kind == "encoder" else None
     heads, whole = DECODER_FORMS[kind].heads, _checked(kind, _FAMILIES[kind], encodes=True)
@@ -150,7 +157,6 @@ UNSUPPORTED = {
     **dict.fromkeys(("deberta", "deberta-v2"), "DeBERTa attends to positions apart from words"),
     "roformer": "RoFormer rotates neighbouring features",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "DeepSeek compresses keys and values"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "it has layers of linear attention"),
     **dict.fromkeys(
         ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
         "Gemma 3n and 4 have embeddings for each layer, and layers that share keys and values",

@@ -72,6 +72,10 @@ ACTIVATIONS = {
 THEIR_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 
 
+# The model_type of the text in models that see pictures, too, and whose text a model here computes.
+_WITH_PICTURES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+
+
 class Checkpoint(NamedTuple):
     """A model of transformers, for its conversion.
 
@@ -141,13 +145,31 @@ class Family(NamedTuple):
 
 
 def model_type(folder: Path) -> str | None:
-    """Returns the model_type of a folder that transformers saved, such as "bart"; None for any other folder."""
+    """Returns the model_type of a folder that transformers saved, such as "bart"; None for any other folder.
+
+    Of a model in `_WITH_PICTURES` it is that of its text.
+    """
     try:
-        values = read_json(folder / CONFIG)
+        values = text_settings(read_json(folder / CONFIG))
     except (OSError, ValueError):
         return None  # the loader reports what is wrong with the file
     kind = values.get("model_type") if "architecture" not in values else None
     return kind if isinstance(kind, str) else None
+
+
+def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a model's settings; of a model in `_WITH_PICTURES`, those of its text alone.
+
+    Raises:
+        ValueError: such a model has no settings of its text.
+    """
+    if (kind := _WITH_PICTURES.get(str(settings.get("model_type")))) is None:
+        return dict(settings)
+    inner = settings.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"expected a text_config in the settings of a {settings['model_type']}, got {inner!r:.60}")
+    outer = ("tie_word_embeddings", "quantization_config", "transformers_version")
+    return {**inner, **{name: settings[name] for name in outer if name in settings}, "model_type": kind}
 
 
 def load_folder(
@@ -171,7 +193,7 @@ def load_folder(
         ImportError: a library that the files need is not installed.
         ValueError: a file is missing or damaged, or the files don't belong together.
     """
-    settings = read_json(folder / CONFIG)
+    settings = text_settings(read_json(folder / CONFIG))
     unk, make_tokenizer = family.read_tokenizer(folder, settings)  # small files first: their errors come early
     try:
         rounded = quantization_settings(folder, settings)

@@ -207,6 +207,12 @@ def parts_of(name: str, tensor: Tensor, config: GPTConfig | BERTConfig, count: i
         return tensor.chunk(count)
     if ".router." in name:
         return tensor[:-1], tensor[-1:]
+    if isinstance(config, GPTConfig) and name.endswith((".self_attn.gates.weight", ".self_attn.in_proj.weight")):
+        values = config.linear_value_heads or config.linear_key_heads
+        if ".gates." in name:
+            return tensor.split(values)
+        z = values * config.linear_value_dim
+        return tensor.split([len(tensor) - z, z])
     head_dim = config.size_of_head
     kv = (config.num_kv_heads or config.num_heads) * head_dim
     return tensor.split([config.num_heads * head_dim, kv, kv])

@@ -23,6 +23,10 @@ _LLAMA = (
 _QWEN = f"{_LLAMA} use_sliding_window sliding_window max_window_layers layer_types"
 _EXPERTS = "num_experts_per_tok output_router_logits router_aux_loss_coef"
 _QWEN_MOE = f"{_QWEN} {_EXPERTS} num_experts moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"
+_QWEN_HYBRID = (
+    f"{_LLAMA} attention_bias head_dim layer_types linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+    "linear_value_head_dim linear_conv_kernel_dim"
+)
 _GEMMA = f"{_LLAMA} head_dim attention_bias use_bidirectional_attention"
 _GEMMA2 = (
     f"{_GEMMA} hidden_activation query_pre_attn_scalar sliding_window layer_types final_logit_softcapping "
@@ -89,6 +93,11 @@ FIELDS: dict[str, frozenset[str]] = {
         "swiglu_alpha swiglu_limit",
         "qwen2_moe": f"{_QWEN_MOE} shared_expert_intermediate_size qkv_bias",
         "qwen3_moe": f"{_QWEN_MOE} num_local_experts attention_bias head_dim",
+        "qwen3_5_text": _QWEN_HYBRID,
+        "qwen3_5_moe_text": f"{_QWEN_HYBRID} {_EXPERTS} num_experts moe_intermediate_size "
+        "shared_expert_intermediate_size",
+        "qwen3_next": f"{_QWEN_HYBRID} {_EXPERTS} num_experts moe_intermediate_size norm_topk_prob "
+        "decoder_sparse_step mlp_only_layers shared_expert_intermediate_size",
         "bert": _BERT,
         "roberta": _BERT,
         "xlm-roberta": _BERT,

@@ -23,7 +23,7 @@ from fastformer.models import GPTConfig
 _TOTALS = ("num_experts", "num_local_experts")
 _READ = ("output_router_logits", "router_aux_loss_coef", "num_experts_per_tok", *_TOTALS)
 _ABOUT_EXPERTS = re.compile(r"expert|router|routed|moe|top_?k_|_group$|scoring|sparse|clip_qkv")
-_FREE = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+FREE = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
 # Granite's names on disk, and in memory.
 _OF_GRANITE = {
     "input_linear.weight": "experts.gate_up_proj",
@@ -226,7 +226,7 @@ def _granite_moe() -> Variant:
     )._replace(
         more=lambda settings: {**granite_options(settings), **experts.options(settings)},
         more_settings=lambda config: {**granite_settings(config), **experts.settings(config)},
-        free=(*_FREE, "embedding_scale", "attention_scale"),
+        free=(*FREE, "embedding_scale", "attention_scale"),
         open=lambda state, settings: folded(experts.opened(state, settings), settings),
     )
 
@@ -266,7 +266,7 @@ def _gpt_oss() -> Variant:
         activation_settings=(),
         more=options,
         more_settings=lambda config: {**_SWIGLU, **experts.settings(config)},
-        free=_FREE,
+        free=FREE,
         rename=lambda names, config: _with_sinks(experts.names(names, config), config),
         open=lambda state, settings: _opened_gpt_oss(state, number_of({total: experts.num_experts(settings)}, total)),
         close=_closed_gpt_oss,
@@ -338,7 +338,7 @@ def _variant(kind: str, name: str, experts: Experts, **options: Any) -> Variant:
         name,
         more=experts.options,
         more_settings=experts.settings,
-        free=(*_FREE, *named),
+        free=(*FREE, *named),
         rename=experts.names,
         open=experts.opened,
         **options,
@@ -349,7 +349,7 @@ _QWEN = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4, "sliding_window": 4096,
     "max_window_layers": 28, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_SHARED = ("shared_expert", "shared_expert_gate", "shared_expert_intermediate_size")
+SHARED = ("shared_expert", "shared_expert_gate", "shared_expert_intermediate_size")
 VARIANTS = (
     _granite_moe(),
     _gpt_oss(),
@@ -378,7 +378,7 @@ VARIANTS = (
     _variant(
         "qwen2_moe",
         "Qwen2-MoE",
-        Experts(usual_count=60, d_ff="moe_intermediate_size", shared=_SHARED, may_be_dense=True),
+        Experts(usual_count=60, d_ff="moe_intermediate_size", shared=SHARED, may_be_dense=True),
         usual={
             **_QWEN, "num_key_value_heads": 16, "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "qkv_bias": True,
