@@ -95,6 +95,12 @@ ModelOptions options_of(PyObject* d) {
   reader.optional("decoder_windows", o.decoder_windows);
   reader.optional("rotary_layers", o.rotary_layers);
   reader.optional("linear_key_heads", o.linear_key_heads);
+  reader.optional("layer_head_dims", o.layer_head_dims);
+  reader.optional("layer_kv_heads", o.layer_kv_heads);
+  reader.optional("key_layers", o.key_layers);
+  reader.optional("value_norm", o.value_norm);
+  reader.optional("rotary_reach", o.rotary_reach);
+  reader.optional("layer_input_scale", o.layer_input_scale);
   reader.expect_end();
   return o;
 }

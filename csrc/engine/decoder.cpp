@@ -35,6 +35,13 @@ void check_threads(int threads) {
   if (threads < 1) throw std::invalid_argument("expected at least one thread");
 }
 
+std::vector<TokenCache::Heads> cached_heads(const PackedModel& model) {
+  std::vector<TokenCache::Heads> heads;
+  for (const PackedLayer& layer : model.decoder.layers)
+    if (layer.has_keys) heads.push_back({layer.num_kv_heads, layer.head_dim});
+  return heads;
+}
+
 std::shared_ptr<const PackedModel> with_decoder(std::shared_ptr<const PackedModel> model) {
   if (!model->options.has_decoder()) throw std::invalid_argument("expected a model with a decoder");
   return model;
@@ -55,8 +62,8 @@ struct Session::Run {
 
 Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens, std::optional<CacheType> type)
     : model_(with_decoder(std::move(model))),
-      cache_(model_->decoder.cached_layers, model_->options.num_kv_heads, model_->options.head_dim,
-             type.value_or(type_of(model_->options.precision)), blocks_for(num_tokens), model_->state_bytes()) {}
+      cache_(cached_heads(*model_), type.value_or(type_of(model_->options.precision)), blocks_for(num_tokens),
+             model_->state_bytes()) {}
 
 Forward& Session::forward(size_t worker) {
   while (forwards_.size() <= worker) forwards_.push_back(std::make_unique<Forward>(*model_, shortlist_, cache_));

@@ -154,8 +154,9 @@ void Forward::sort_by_adapter(const Batch& batch) {
 
 // Adds a stage that calls attend_heads(span, begin, end) for the kv heads of the spans [begin, end), some in each task.
 template <typename F>
-void Forward::add_heads(const std::vector<Span>& spans, int64_t begin, int64_t end, int threads, F&& attend_heads) {
-  const int64_t heads = model_.options.num_kv_heads, all = (end - begin) * heads;
+void Forward::add_heads(const std::vector<Span>& spans, int64_t begin, int64_t end, int64_t heads, int threads,
+                        F&& attend_heads) {
+  const int64_t all = (end - begin) * heads;
   const int64_t tasks = threads == 1 ? 1 : std::min<int64_t>(all, 2 * threads);
   stages_.push_back({tasks, [=, &spans](int64_t task) {
                        const int64_t last = all * (task + 1) / tasks;
@@ -202,8 +203,11 @@ void Forward::join(int64_t first, int64_t index, const float* given, const Join&
     normalise(given, *how.of_given, other);
     given = other;
   }
-  if (given && how.next && !how.reads_x_before) return take_in(*how.next, x, normed);
+  if (given && how.next && !how.reads_x_before && how.scale == 1) return take_in(*how.next, x, normed);
   if (given && !how.reads_x_before) add();
+  if (how.scale != 1)
+    for_each_vec<float>(
+        dim, [=](int64_t c, int64_t n) { (Vec<float>::load(x + c, n) * Vec<float>(how.scale)).store(x + c, n); });
   if (how.next) normalise(x, *how.next, normed);
   store(how.next ? normed : x);
   if (given && how.reads_x_before) add();
@@ -220,7 +224,8 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
                   .most = states ? std::min(kChunk, rows) : rows,
                   .spans = spans,
                   .steps = is_encoder ? spans : batch.steps(),
-                  .last_rows = is_encoder ? rows : batch.step_tokens()};
+                  .last_rows = is_encoder ? rows : batch.step_tokens(),
+                  .last_keys = is_encoder ? stack.layers.size() : static_cast<size_t>(model_.last_keys)};
   sort_by_adapter(batch);
   reserve(pass);
   stages_.clear();
@@ -229,13 +234,15 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
   if (pass.is_projected(model_)) add_projection(batch, model_.source_projection[0], threads);
   pass.for_chunks(rows, [&](Chunk chunk) {
     add_input(pass, chunk);
+    if (!is_encoder && model_.layer_input_dim) add_layer_embeddings(pass, chunk);
     add_qkv(pass, 0, chunk);
   });
   for (size_t layer = 0; layer < stack.layers.size(); ++layer) {
-    if (stack.layers[layer].norms_all_heads(model_.options)) add_head_norms(stack.layers[layer], rows, threads);
+    // Behind the last keys, a decoder computes only the steps.
+    if (stack.layers[layer].norms_all_heads())
+      add_head_norms(stack.layers[layer], layer > pass.last_keys ? pass.last_rows : rows, threads);
     add_self_attention(pass, layer);
-    // The last layer of a decoder computes only the steps.
-    pass.for_chunks(pass.is_last(layer) ? pass.last_rows : rows, [&](Chunk chunk) {
+    pass.for_chunks(pass.rows_after(layer), [&](Chunk chunk) {
       add_attention_output(pass, layer, chunk);
       if (pass.attends_to_source(model_)) add_cross_attention(pass, layer, chunk);
       add_feed_forward(pass, layer, chunk);
@@ -250,23 +257,28 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
 
 void Forward::reserve(const Pass& pass) {
   const ModelOptions& o = model_.options;
-  int64_t inner = 0, d_ff = 1, context = o.q_dim(), qkv = padded(o.qkv_dim()), gates = 0, mixed = 0;
+  const int64_t parts = pass.parts(model_);
+  int64_t inner = 0, context = o.q_dim(), qkv = o.qkv_dim(), gates = 0;
   for (const PackedLayer& layer : pass.stack.layers) {
-    inner = std::max(inner, layer.ff.inner_columns()), d_ff = std::max(d_ff, layer.ff.ff2.k);
-    gates = std::max(gates, padded(layer.gates.n)), qkv = std::max(qkv, padded(layer.qkv.n));
-    for (const DeltaNet& net : layer.delta) mixed = net.values(), context = std::max(context, mixed);
+    inner = std::max(inner, layer.ff.inner_columns());
+    gates = std::max(gates, layer.gates.n), qkv = std::max(qkv, layer.qkv.n), context = std::max(context, layer.out.k);
+    heads_[layer.out.k].resize(pass.most, layer.out.k, o.precision, parts);
+    if (layer.ff.ff2.k) wide_[layer.ff.ff2.k].resize(pass.most, layer.ff.ff2.k, o.precision, parts);
     if (layer.mixture) inner = std::max(inner, reserve_experts(pass, layer.mixture));
+    if (!layer.input.empty()) wide_[layer.input[0].gate.n].resize(pass.most, layer.input[0].gate.n, o.precision, parts);
+  }
+  if (!pass.is_encoder && model_.layer_input_dim) {
+    inner = std::max(inner, padded(model_.layer_input_dim));
+    embedded_.resize(pass.most, o.d_model, o.precision);
+    inputs_.reserve(pass.rows * padded(model_.layer_projection.n));
   }
   if (!adapted_.empty()) adapted_input_.reserve(pass.most * o.d_model);
   x_.reserve(pass.rows * o.d_model), context_.reserve(pass.rows * context);
-  const int64_t parts = pass.parts(model_);
   y_.reserve(parts * (model_.source_projection.empty() ? pass.most : pass.rows) * padded(o.d_model));
   hidden_.reserve(parts * pass.most * inner);
   // Storing the keys and values of sources uses this buffer as well.
-  qkv_.reserve(parts * pass.rows * qkv), gates_.reserve(parts * pass.rows * gates);
-  if (mixed) mixed_.resize(pass.most, mixed, o.precision, parts);
-  narrow_.resize(pass.most, o.d_model, o.precision, parts), heads_.resize(pass.most, o.q_dim(), o.precision, parts);
-  wide_.resize(pass.most, d_ff, o.precision, parts);
+  qkv_.reserve(parts * pass.rows * padded(qkv)), gates_.reserve(parts * pass.rows * padded(gates));
+  narrow_.resize(pass.most, o.d_model, o.precision, parts);
 }
 
 // Returns the norm before a layer or, after the last layer, the final norm; null: there is none.
@@ -282,7 +294,9 @@ void Forward::add_input(const Pass& pass, Chunk chunk) {
   const Join how{.next = first_norm(pass, 0), .states = pass.stack.layers.empty() ? pass.states : nullptr};
   const bool embeds = !pass.is_projected(model_), is_encoder = pass.is_encoder;
   add_rows(chunk.count, pass.threads, [=, this, &batch = pass.batch](int64_t r) {
-    if (embeds) embed(batch, is_encoder, chunk.first + r, x_.data() + (chunk.first + r) * model_.options.d_model);
+    float* const x = x_.data() + (chunk.first + r) * model_.options.d_model;
+    if (embeds) embed(batch, is_encoder, chunk.first + r, x);
+    if (!is_encoder && model_.layer_input_dim) embedded_.store(r, x);
     join(chunk.first, r, nullptr, how);
   });
 }
@@ -302,7 +316,8 @@ void Forward::add_qkv(const Pass& pass, size_t layer, Chunk chunk) {
 void Forward::add_self_attention(const Pass& pass, size_t layer) {
   if (!pass.stack.layers[layer].delta.empty()) return add_delta(pass, layer);
   const auto index = static_cast<int64_t>(layer);
-  const bool is_last = pass.is_last(layer);
+  const int64_t heads = pass.stack.layers[layer].num_kv_heads;
+  const bool is_last = layer == pass.last_keys;
   if (pass.is_encoder) {
     const auto attend = [=, this, &o = model_.options](const Span& span, int64_t begin, int64_t end) {
       // The bits of a causal text don't depend on what follows, so its length chooses nothing.
@@ -311,22 +326,23 @@ void Forward::add_self_attention(const Pass& pass, size_t layer) {
         for (int64_t head = begin; head < end; ++head) attend_own_span<Head>(index, span, head);
       });
     };
-    return add_heads(pass.batch.spans, 0, pass.spans, pass.threads, attend);
+    return add_heads(pass.batch.spans, 0, pass.spans, heads, pass.threads, attend);
   }
   with_cached_type([&]<typename T>() {
     const auto attend = [=, this](const Span& span, int64_t begin, int64_t end) {
       attend_self<T>(index, span, begin, end, is_last && span.is_prompt);
     };
     // Prompts come first, because steps may attend to their keys.
-    if (pass.steps < pass.spans) add_heads(pass.batch.spans, pass.steps, pass.spans, pass.threads, attend);
-    if (pass.steps > 0) add_heads(pass.batch.spans, 0, pass.steps, pass.threads, attend);
+    if (pass.steps < pass.spans && layer <= pass.last_keys)
+      add_heads(pass.batch.spans, pass.steps, pass.spans, heads, pass.threads, attend);
+    if (pass.steps > 0) add_heads(pass.batch.spans, 0, pass.steps, heads, pass.threads, attend);
   });
 }
 
 // Projects the outputs of all heads of self-attention, after their gates, or of cross-attention; the result is in y_.
 void Forward::add_context_product(const Pass& pass, const PackedLayer& layer, const PackedWeight& out, Chunk chunk) {
-  PackedRows& heads = layer.delta.empty() ? heads_ : mixed_;
   const int64_t dim = out.k, gates_ld = padded(layer.gates.n);
+  PackedRows& heads = heads_.at(dim);
   const bool is_gated = &out == &layer.out && layer.delta.empty() && layer.gates.n > 0;
   add_rows(chunk.count, pass.threads, [=, this, &heads](int64_t r) {
     float* const context = context_.data() + (chunk.first + r) * dim;
@@ -346,7 +362,7 @@ void Forward::add_join(const Pass& pass, Chunk chunk, const Norm& own, const Nor
   const ModelOptions& o = model_.options;
   if (o.norm_placement == NormPlacement::sum)
     how = {.of_sum = &own, .states = how.states, .routes = how.routes, .combines = how.combines};
-  else if (o.has_norms_behind()) how.of_given = &post;
+  else if (o.has_norms_behind() && !how.of_given) how.of_given = &post;
   add_rows(chunk.count, pass.threads, [=, this, wide = padded(o.d_model)](int64_t r) {
     if (how.combines) combine_experts(*how.combines, r);
     join(chunk.first, r, y_.data() + r * wide, how);
@@ -368,7 +384,7 @@ void Forward::add_cross_attention(const Pass& pass, size_t layer, Chunk chunk) {
   const auto index = static_cast<int64_t>(layer);
   add_product(narrow_, weights.cross_q, qkv_.data(), chunk.count, pass.threads);
   if (o.is_bare)
-    add_heads(joined_, 0, pass.is_last(layer) ? joined_steps_ : std::ssize(joined_), pass.threads,
+    add_heads(joined_, 0, pass.is_last(layer) ? joined_steps_ : std::ssize(joined_), o.num_kv_heads, pass.threads,
               [=, this](const Span& span, int64_t begin, int64_t end) {
                 with_head(model_.options.precision, span.group->packed_tokens, [&]<typename Head>() {
                   for (int64_t head = begin; head < end; ++head) attend_packed_source<Head>(index, span, head);
@@ -376,7 +392,7 @@ void Forward::add_cross_attention(const Pass& pass, size_t layer, Chunk chunk) {
               });
   else
     with_cached_type([&]<typename T>() {
-      add_heads(pass.batch.spans, 0, pass.is_last(layer) ? pass.steps : pass.spans, pass.threads,
+      add_heads(pass.batch.spans, 0, pass.is_last(layer) ? pass.steps : pass.spans, o.num_kv_heads, pass.threads,
                 [=, this](const Span& span, int64_t begin, int64_t end) { attend_source<T>(index, span, begin, end); });
     });
   add_context_product(pass, weights, weights.cross_out, chunk);
@@ -392,18 +408,22 @@ void Forward::add_feed_forward(const Pass& pass, size_t layer, Chunk chunk) {
   } else {
     const int64_t inner = weights.ff.inner_columns(), d_ff = weights.ff.ff2.k;
     add_product(narrow_, weights.ff.ff1, hidden_.data(), chunk.count, pass.threads, {adapted_input_.data(), o.d_model});
-    add_rows(chunk.count, pass.threads, [=, this, activation = o.activation](int64_t r) {
+    PackedRows& wide = wide_.at(d_ff);
+    add_rows(chunk.count, pass.threads, [=, this, &wide, activation = o.activation](int64_t r) {
       activate_row(activation, hidden_.data() + r * inner, d_ff);
-      wide_.store(r, hidden_.data() + r * inner);
+      wide.store(r, hidden_.data() + r * inner);
     });
-    add_product(wide_, weights.ff.ff2, y_.data(), chunk.count, pass.threads, {hidden_.data(), inner});
+    add_product(wide, weights.ff.ff2, y_.data(), chunk.count, pass.threads, {hidden_.data(), inner});
   }
   const Norm& own = pass.attends_to_source(model_) ? weights.norm3 : weights.norm2;
+  const Mixture* combines = weights.mixture ? &weights.mixture : nullptr;
+  if (!weights.input.empty()) {
+    add_join(pass, chunk, own, weights.post_norm2, {.combines = combines});
+    return add_layer_input(pass, layer, chunk);
+  }
   float* states = pass.is_last(layer) ? pass.states : nullptr;
   add_join(pass, chunk, own, weights.post_norm2,
-           {.next = first_norm(pass, layer + 1),
-            .states = states,
-            .combines = weights.mixture ? &weights.mixture : nullptr});
+           {.next = first_norm(pass, layer + 1), .states = states, .combines = combines, .scale = weights.scale});
 }
 
 void Forward::join_groups(const Batch& batch) {
@@ -441,9 +461,9 @@ void Forward::add_projection(const Batch& batch, const PackedWeight& projection,
 void Forward::add_head_norms(const PackedLayer& layer, int64_t rows, int threads) {
   const ModelOptions& o = model_.options;
   add_rows(rows, threads, [=, this, &o, &layer](int64_t r) {
-    float* q = qkv_.data() + r * padded(o.qkv_dim());
+    float* q = qkv_.data() + r * padded(layer.qkv.n);
     normalise_heads(layer.q_norm[0], o.eps, 1, q);
-    normalise_heads(layer.k_norm[0], o.eps, 1, q + o.q_dim());
+    if (layer.has_keys) normalise_heads(layer.k_norm[0], o.eps, 1, q + layer.q_dim());
   });
 }
 
@@ -454,21 +474,25 @@ void Forward::add_stores(const Batch& batch, int threads) {
   for (size_t i = 0; i < model_.decoder.layers.size(); ++i) {
     add_product(narrow_, model_.decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
     if (o.is_bare) {
-      add_heads(batch.spans, 0, batch.spans.size(), threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-        with_head(model_.options.precision, span.group->packed_tokens, [&]<typename Head>() {
-          for (int64_t head = begin; head < end; ++head) pack_source<Head>(static_cast<int64_t>(i), span, head);
-        });
-      });
+      add_heads(batch.spans, 0, batch.spans.size(), o.num_kv_heads, threads,
+                [=, this](const Span& span, int64_t begin, int64_t end) {
+                  with_head(model_.options.precision, span.group->packed_tokens, [&]<typename Head>() {
+                    for (int64_t head = begin; head < end; ++head)
+                      pack_source<Head>(static_cast<int64_t>(i), span, head);
+                  });
+                });
       continue;
     }
     with_cached_type([&]<typename T>() {
-      add_heads(batch.spans, 0, batch.spans.size(), threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head)
-          for (int64_t t = span.begin; t < span.end; ++t) {
-            const float* from = qkv_.data() + t * ld + head * dim;
-            store_cache<T>(static_cast<int64_t>(i), head, span.group->source[t - span.begin], from, from + kv_dim);
-          }
-      });
+      add_heads(batch.spans, 0, batch.spans.size(), o.num_kv_heads, threads,
+                [=, this](const Span& span, int64_t begin, int64_t end) {
+                  for (int64_t head = begin; head < end; ++head)
+                    for (int64_t t = span.begin; t < span.end; ++t) {
+                      const float* from = qkv_.data() + t * ld + head * dim;
+                      store_cache<T>(static_cast<int64_t>(i), head, span.group->source[t - span.begin], from,
+                                     from + kv_dim);
+                    }
+                });
     });
   }
 }

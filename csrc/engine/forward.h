@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "common/activation.h"
@@ -112,9 +113,11 @@ class Forward {
     // If narrow_ is read afterwards, they process all rows at once.
     int64_t most;
     int64_t spans, steps;  // steps: of an encoder, all spans
-    int64_t last_rows;     // the rows that go through the last layer to its end
+    int64_t last_rows;     // the rows that go through the last layers to their ends
+    size_t last_keys;      // from this layer on, prompts need no states: it is the last one that makes keys
 
     bool is_last(size_t layer) const { return layer + 1 == stack.layers.size(); }
+    int64_t rows_after(size_t layer) const { return layer >= last_keys ? last_rows : rows; }
     bool is_projected(const PackedModel& model) const { return is_encoder && !model.source_projection.empty(); }
     int64_t parts(const PackedModel& model) const { return is_encoder ? 1 : model.options.decoder_parts(); }
     bool attends_to_source(const PackedModel& model) const { return !is_encoder && model.options.has_encoder(); }
@@ -127,6 +130,8 @@ class Forward {
   int64_t reserve_experts(const Pass& pass, const Mixture& mixture);
   const Norm* first_norm(const Pass& pass, size_t layer) const;
   void add_input(const Pass& pass, Chunk chunk);
+  void add_layer_embeddings(const Pass& pass, Chunk chunk);
+  void add_layer_input(const Pass& pass, size_t layer, Chunk chunk);
   void add_qkv(const Pass& pass, size_t layer, Chunk chunk);
   void add_self_attention(const Pass& pass, size_t layer);
   void add_delta(const Pass& pass, size_t layer);
@@ -152,7 +157,8 @@ class Forward {
   template <typename F>
   void add_rows(int64_t rows, int threads, F&& row);
   template <typename F>
-  void add_heads(const std::vector<Span>& spans, int64_t begin, int64_t end, int threads, F&& attend_heads);
+  void add_heads(const std::vector<Span>& spans, int64_t begin, int64_t end, int64_t heads, int threads,
+                 F&& attend_heads);
   // Describes how a sub-layer's output is added to the residual stream x, and what the next sub-layer reads; see join.
   struct Join {
     const Norm* of_sum = nullptr;  // x = of_sum(x + given), which the next sub-layer reads; the others are then null
@@ -162,6 +168,7 @@ class Forward {
     float* states = nullptr;            // fp32 rows to write instead of narrow_
     bool routes = false;                // the next sub-layer is a mixture, whose router reads fp32
     const Mixture* combines = nullptr;  // `given` is what these experts give
+    float scale = 1;                    // the factor for x, with `given` added
   };
   void add_join(const Pass& pass, Chunk chunk, const Norm& own, const Norm& post, Join how);
   void join(int64_t first, int64_t index, const float* given, const Join& how);
@@ -179,6 +186,7 @@ class Forward {
   template <typename T>
   void store_cache(int64_t layer, int64_t head, int64_t slot, const float* k, const float* v);
   void place_queries(const PackedLayer& weights, int64_t row, int64_t position, int64_t begin, int64_t end);
+  float* values_at(const PackedLayer& weights, int64_t row, int64_t begin, int64_t end);
   template <typename T, typename Change>
   void attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots, int64_t count,
                     float* context, float scale2, Change change);
@@ -211,14 +219,15 @@ class Forward {
   // For all tokens of a batch: the residual stream, Q, K and V, and the output of attention. For a chunk of them: the
   // output of a product, and the hidden rows of the feed-forward network. Rows that products write are `padded`.
   FloatBuffer x_, qkv_, context_, y_, hidden_;
-  FloatBuffer gates_;  // of a layer's input, for all tokens; see PackedLayer
+  FloatBuffer gates_;   // of a layer's input, for all tokens; see PackedLayer
+  FloatBuffer inputs_;  // the embeddings of tokens for all layers
   // Of a batch with adapters: the input of a sub-layer, A x, and the rows of each adapter in ascending order.
   FloatBuffer adapted_input_, low_;
   std::vector<std::pair<const PackedAdapter*, std::vector<int32_t>>> adapted_;
-  // The operands of products: the input of a sub-layer, the outputs of all heads (of attention, and of linear
-  // attention), the hidden rows of the feed-forward
-  // network, and embeddings to be projected.
-  PackedRows narrow_, heads_, mixed_, wide_, embedded_, frames_[2];
+  // The operands of products: the input of a sub-layer, and embeddings to be projected. By their size, the outputs of
+  // all heads, and the hidden rows of the feed-forward network and of a layer's own input.
+  PackedRows narrow_, embedded_, frames_[2];
+  std::map<int64_t, PackedRows> heads_, wide_;
 
   // The experts of a chunk of tokens. A pair is a token and one of its experts; pairs are sorted by expert.
   struct Choice {

@@ -65,9 +65,9 @@ struct Scores {
   Scores(const ModelOptions& o, const PackedStack& stack, int64_t layer)
       : bias(stack.position_bias ? &stack.position_bias : nullptr),
         sinks(stack.layers[layer].sinks),
-        factor(o.attention_scale / o.attention_softcap),
+        factor(stack.layers[layer].attention_scale / o.attention_softcap),
         cap(o.attention_softcap),
-        scale2(kLog2e * (cap > 0 ? 1 : o.attention_scale)) {}
+        scale2(kLog2e * (cap > 0 ? 1 : stack.layers[layer].attention_scale)) {}
   float sink2(int64_t head) const { return sinks.empty() ? kNoSink<float> : kLog2e * sinks[head]; }
   // Whether the softmax changes if all of a query's products grow by the same number.
   bool depends_on_size() const { return cap > 0 || !sinks.empty(); }
@@ -100,21 +100,23 @@ void normalise_heads(const Norm& norm, float eps, int64_t heads, float* x) {
 
 template <typename T>
 auto Forward::keys_of(int64_t layer, int64_t head) const {
-  char* const memory = cache_->keys(model_.decoder.layers[layer].cache_layer, head);
-  if constexpr (kIsInt8<T>) return Int8Rows(memory, model_.options.head_dim);
+  const PackedLayer& weights = model_.decoder.layers[layer];
+  char* const memory = cache_->keys(weights.place, head);
+  if constexpr (kIsInt8<T>) return Int8Rows(memory, weights.head_dim);
   else return reinterpret_cast<T*>(memory);
 }
 
 template <typename T>
 auto Forward::values_of(int64_t layer, int64_t head) const {
-  char* const memory = cache_->keys(model_.decoder.layers[layer].cache_layer, head) + cache_->values_offset();
-  if constexpr (kIsInt8<T>) return Int8Rows(memory, model_.options.head_dim);
+  const PackedLayer& weights = model_.decoder.layers[layer];
+  char* const memory = cache_->keys(weights.place, head) + cache_->values_offset(weights.place);
+  if constexpr (kIsInt8<T>) return Int8Rows(memory, weights.head_dim);
   else return reinterpret_cast<T*>(memory);
 }
 
 template <typename T>
 void Forward::store_cache(int64_t layer, int64_t head, int64_t slot, const float* k, const float* v) {
-  const int64_t dim = model_.options.head_dim;
+  const int64_t dim = model_.decoder.layers[layer].head_dim;
   if constexpr (kIsInt8<T>) {
     keys_of<T>(layer, head).store(slot, k);
     values_of<T>(layer, head).store(slot, v);
@@ -128,16 +130,17 @@ void Forward::store_cache(int64_t layer, int64_t head, int64_t slot, const float
 template <typename T, typename Change>
 void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots,
                            int64_t count, float* context, float scale2, Change change) {
-  const int64_t dim = model_.options.head_dim, group = model_.options.num_heads / model_.options.num_kv_heads;
+  const PackedLayer& weights = model_.decoder.layers[layer];
+  const int64_t dim = weights.head_dim, group = model_.options.num_heads / weights.num_kv_heads, place = weights.place;
   const int64_t first = begin * group, heads = (end - begin) * group;
   const auto change_head = [=](int64_t h, float* scores) { return change(first + h, scores); };
   if constexpr (kIsInt8<T>) {
     constexpr int kParts = std::is_same_v<T, Int8<float>> ? 2 : 1;
-    char* const keys = cache_->keys(model_.decoder.layers[layer].cache_layer, begin);
-    attend_int8<kParts>(q + first * dim, keys, keys + cache_->values_offset(), cache_->head_stride(), end - begin,
-                        group, slots, count, dim, scale2, context + first * dim, change_head);
+    char* const keys = cache_->keys(place, begin);
+    attend_int8<kParts>(q + first * dim, keys, keys + cache_->values_offset(place), cache_->head_stride(place),
+                        end - begin, group, slots, count, dim, scale2, context + first * dim, change_head);
   } else {
-    const int64_t next_head = cache_->head_stride() / static_cast<int64_t>(sizeof(T));
+    const int64_t next_head = cache_->head_stride(place) / static_cast<int64_t>(sizeof(T));
     const T* queries = as_cached<T>(q + first * dim, heads * dim);
     attend_heads<T, float>({queries, dim}, {keys_of<T>(layer, begin), next_head, dim},
                            {values_of<T>(layer, begin), next_head, dim}, heads, group, BySlot{slots, 1}, count, dim,
@@ -148,29 +151,51 @@ void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t
 // Normalises and rotates the queries and keys of a token.
 void Forward::place_queries(const PackedLayer& weights, int64_t row, int64_t position, int64_t begin, int64_t end) {
   const ModelOptions& o = model_.options;
-  const int64_t dim = o.head_dim, group = o.num_heads / o.num_kv_heads, q_heads = (end - begin) * group;
-  float *q = qkv_.data() + row * padded(o.qkv_dim()) + begin * group * dim,
-        *k = qkv_.data() + row * padded(o.qkv_dim()) + o.q_dim() + begin * dim;
-  if (!weights.q_norm.empty() && !weights.norms_all_heads(o)) {
+  const int64_t dim = weights.head_dim, group = o.num_heads / weights.num_kv_heads, q_heads = (end - begin) * group;
+  const int64_t k_heads = weights.has_keys ? end - begin : 0;
+  float* const all = qkv_.data() + row * padded(weights.qkv.n);
+  float *q = all + begin * group * dim, *k = all + weights.q_dim() + begin * dim;
+  if (!weights.q_norm.empty() && !weights.norms_all_heads()) {
     normalise_heads(weights.q_norm[0], o.eps, q_heads, q);
-    normalise_heads(weights.k_norm[0], o.eps, end - begin, k);
+    if (k_heads) normalise_heads(weights.k_norm[0], o.eps, k_heads, k);
   }
   if (const RotaryTable* rotary = model_.rotary(weights)) {
     for (int64_t h = 0; h < q_heads; ++h) rotary->turn(position, q + h * dim);
-    for (int64_t h = 0; h < end - begin; ++h) rotary->turn(position, k + h * dim);
+    for (int64_t h = 0; h < k_heads; ++h) rotary->turn(position, k + h * dim);
   }
+}
+
+// Returns the values of all kv heads of a token, and normalises those of some of them. They may be the keys as they are
+// before place_queries.
+float* Forward::values_at(const PackedLayer& weights, int64_t row, int64_t begin, int64_t end) {
+  const int64_t dim = weights.head_dim, kv_dim = weights.kv_dim();
+  float* const keys = qkv_.data() + row * padded(weights.qkv.n) + weights.q_dim();
+  float* values = keys + kv_dim;
+  if (weights.keys_as_values) {
+    static thread_local std::vector<float> copied;
+    copied.resize(kv_dim);
+    values = copied.data();
+    std::copy(keys + begin * dim, keys + end * dim, values + begin * dim);
+  }
+  for (const Norm& norm : weights.v_norm) normalise_heads(norm, model_.options.eps, end - begin, values + begin * dim);
+  return values;
 }
 
 template <typename T>
 void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end, bool only_keys) {
   const ModelOptions& o = model_.options;
-  const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), window = model_.decoder.layers[layer].window;
+  const PackedLayer& weights = model_.decoder.layers[layer];
+  const int64_t dim = weights.head_dim, ld = padded(weights.qkv.n), window = weights.window;
+  static thread_local std::vector<int32_t> converted;
   for (int64_t t = span.begin; t < span.end; ++t) {
-    const int64_t position = span.first_position + t - span.begin, slot = span.row->slots[position];
-    place_queries(model_.decoder.layers[layer], t, position, begin, end);
-    const float *k = qkv_.data() + t * ld + o.q_dim(), *v = k + o.kv_dim();
-    for (int64_t head = begin; head < end && span.stores; ++head)
-      store_cache<T>(layer, head, slot, k + head * dim, v + head * dim);
+    const int64_t position = span.first_position + t - span.begin;
+    const bool stores = span.stores && weights.has_keys;
+    const float* const v = stores ? values_at(weights, t, begin, end) : nullptr;
+    place_queries(weights, t, position, begin, end);
+    if (!stores) continue;
+    const float* const k = qkv_.data() + t * ld + weights.q_dim();
+    const int64_t slot = *cache_->slots(weights.place, span.row->slots.data() + position, 1, converted);
+    for (int64_t head = begin; head < end; ++head) store_cache<T>(layer, head, slot, k + head * dim, v + head * dim);
   }
   if (only_keys) return;
   if (span.is_prompt) {
@@ -191,8 +216,9 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
       const int64_t position = span.first_position + t - span.begin;
       const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, position - window);
       const int64_t count = position + 1 - first;
-      attend_token<T>(layer, qkv_.data() + t * ld, head, next, span.row->slots.data() + first, count,
-                      context_.data() + t * o.q_dim(), change.scale2,
+      const int32_t* slots = cache_->slots(weights.place, span.row->slots.data() + first, count, converted);
+      attend_token<T>(layer, qkv_.data() + t * ld, head, next, slots, count, context_.data() + t * weights.q_dim(),
+                      change.scale2,
                       [&](int64_t h, float* scores) { return change(h, position, first, count, scores); });
     }
   }
@@ -202,23 +228,25 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
 template <typename T, typename Head>
 void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
   const ModelOptions& o = model_.options;
-  const int64_t window = model_.decoder.layers[layer].window;
+  const PackedLayer& weights = model_.decoder.layers[layer];
+  const int64_t window = weights.window;
   const Scores change(o, model_.decoder, layer);
-  const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
+  const int64_t dim = weights.head_dim, ld = padded(weights.qkv.n), group = o.num_heads / weights.num_kv_heads;
   constexpr bool in_bytes = std::is_same_v<Head, Int8Head>, has_scales = kIsInt8<T> && !in_bytes;
   const auto keys = keys_of<T>(layer, kv_head), values = values_of<T>(layer, kv_head);
-  const int32_t* slots = span.row->slots.data();
   const int64_t rows = span.end - span.begin, end = span.first_position + rows;
   // Starting at a slice makes the sums of products independent of how the prompt was split.
   constexpr int64_t kSlice = Head::kSlice;
   const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kSlice * kSlice;
+  static thread_local std::vector<int32_t> converted;
+  const int32_t* slots = cache_->slots(weights.place, span.row->slots.data() + begin, end - begin, converted);
   Head& packed = this_threads<Head>();
   packed.reserve(end - begin, dim);
   static thread_local std::vector<float> of_keys, of_values;  // the scales of int8
   if constexpr (has_scales)  // with a vector of zeros after the last, as the weights have
     for (auto* scales : {&of_keys, &of_values}) scales->assign(end - begin + kPanel, 0.f);
   for (int64_t position = begin; position < end; ++position) {
-    const int64_t i = position - begin, slot = slots[position];
+    const int64_t i = position - begin, slot = slots[i];
     if constexpr (in_bytes) {
       packed.store_bytes(i, keys.numbers(slot), *keys.scale(slot), values.numbers(slot), *values.scale(slot));
     } else if constexpr (kIsInt8<T>) {
@@ -241,7 +269,7 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
           for (int64_t c = 0; key_scales && c < count; ++c) x[c] *= key_scales[key + c];
           return change(h, place(i), key, count, x);
         },
-        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim(), false, value_scales);
+        context_.data() + span.begin * weights.q_dim() + h * dim, weights.q_dim(), false, value_scales);
 }
 
 template <typename Head>

@@ -184,36 +184,51 @@ void pack_delta(const ModelOptions& o, const Names& names, PackedLayer& layer) {
   layer.delta.push_back(std::move(net));
 }
 
+int64_t of_layer(const std::vector<int64_t>& values, size_t layer, int64_t otherwise) {
+  return values.empty() ? otherwise : values[layer];
+}
+
 // The caller sets the window.
-PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross) {
-  const int64_t dim = o.d_model, q_dim = o.q_dim(), rows = o.qkv_dim();
+PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross, size_t index) {
+  PackedLayer layer;
+  layer.head_dim = of_layer(o.layer_head_dims, index, o.head_dim);
+  layer.num_kv_heads = of_layer(o.layer_kv_heads, index, o.num_kv_heads);
+  layer.attention_scale =
+      o.attention_scale != 0 ? o.attention_scale : 1 / std::sqrt(static_cast<float>(layer.head_dim));
+  layer.keys_of = of_layer(o.key_layers, index, static_cast<int64_t>(index));
+  layer.has_keys = layer.keys_of == static_cast<int64_t>(index);
+  const int64_t dim = o.d_model, q_dim = o.num_heads * layer.head_dim;
   const auto linear = [&](const Names& where, const std::string& name, int64_t n, int64_t k) {
     return where.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
   };
   const auto head_norm = [&](const Names& where, const std::string& name, int64_t heads) {
     // Either one weight that all heads share, or one for each feature of all heads.
-    const bool is_shared = where.get(name).shape == std::vector<int64_t>{o.head_dim};
-    const int64_t size = is_shared ? o.head_dim : heads * o.head_dim;
+    const bool is_shared = where.get(name).shape == std::vector<int64_t>{layer.head_dim};
+    const int64_t size = is_shared ? layer.head_dim : heads * layer.head_dim;
     return Norm{where.vector(name, size, 1), std::vector<float>(size)};
   };
-  PackedLayer layer;
   const Names own = names.within("self_attn"), cross = names.within("multihead_attn");
   if (own.find("conv_weight")) {
     pack_delta(o, own, layer);
   } else {
+    layer.keys_as_values = layer.has_keys && own.rows("in_proj_weight", dim) == q_dim + layer.kv_dim();
+    const int64_t rows = q_dim + (layer.keys_as_values ? 1 : layer.has_keys ? 2 : 0) * layer.kv_dim();
     layer.qkv = own.weight("in_proj_weight", "in_proj_bias", 0, rows, rows, dim, o.precision);
     layer.out = linear(own, "out_proj", dim, q_dim);
     if (own.find("gate_proj.weight")) layer.gates = linear(own, "gate_proj", q_dim, dim);
   }
   if (own.find("q_norm.weight")) {
     layer.q_norm.push_back(head_norm(own, "q_norm.weight", o.num_heads));
-    layer.k_norm.push_back(head_norm(own, "k_norm.weight", o.num_kv_heads));
-    const bool all = layer.norms_all_heads(o);
-    if (std::ssize(layer.k_norm[0].weight) != (all ? o.kv_dim() : o.head_dim))
+    if (layer.has_keys) layer.k_norm.push_back(head_norm(own, "k_norm.weight", layer.num_kv_heads));
+    const int64_t size = layer.norms_all_heads() ? layer.kv_dim() : layer.head_dim;
+    if (layer.has_keys && std::ssize(layer.k_norm[0].weight) != size)
       throw std::invalid_argument("the tensors q_norm.weight and k_norm.weight have unexpected shapes");
   }
+  if (o.value_norm && layer.has_keys)
+    layer.v_norm.push_back({std::vector<float>(layer.head_dim, 1.f), std::vector<float>(layer.head_dim)});
   if (own.find("sinks")) layer.sinks = own.vector("sinks", o.num_heads, 0);
   if (has_cross) {
+    const int64_t rows = o.qkv_dim();
     layer.cross_q = cross.weight("in_proj_weight", "in_proj_bias", 0, q_dim, rows, dim, o.precision);
     layer.cross_kv = cross.weight("in_proj_weight", "in_proj_bias", q_dim, rows, rows, dim, o.precision);
     layer.cross_out = linear(cross, "out_proj", dim, q_dim);
@@ -227,6 +242,13 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     throw std::invalid_argument("fine_decoder: expected a model without experts");
   if (names.find("mixture.router.weight")) layer.mixture = pack_mixture(o, names.within("mixture"));
   else layer.ff = pack_experts(o, names, 1)[0];
+  if (names.find("layer_input.gate.weight")) {
+    const Names input = names.within("layer_input");
+    const int64_t size = input.rows("gate.weight", dim);
+    layer.input.push_back(
+        {linear(input, "gate", size, dim), linear(input, "projection", dim, size), input.norm("norm", dim)});
+  }
+  layer.scale = names.vector("layer_scalar", 1, 1)[0];
   return layer;
 }
 
@@ -239,11 +261,12 @@ PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross
   for (size_t i = 0; i < windows.size(); ++i) {
     const Names layer = names.within("layers." + std::to_string(i));
     const auto [first, is_new] = packed.try_emplace(layer.addresses(), i);
-    stack.layers.push_back(is_new ? pack_layer(o, layer, has_cross) : stack.layers[first->second]);
+    stack.layers.push_back(is_new ? pack_layer(o, layer, has_cross, i) : stack.layers[first->second]);
     PackedLayer& added = stack.layers.back();
     added.window = std::min(windows[i], kWidest);
-    added.cache_layer = stack.cached_layers;
-    if (added.delta.empty()) ++stack.cached_layers;
+    added.keys_of = of_layer(o.key_layers, i, static_cast<int64_t>(i));
+    added.has_keys = added.keys_of == static_cast<int64_t>(i) && added.delta.empty();
+    added.place = added.has_keys ? stack.cached_layers++ : stack.layers[added.keys_of].place;
     for (DeltaNet& net : added.delta) net.state = stack.state_floats, stack.state_floats += net.state_floats();
   }
   // The layers of torch.nn end without a norm, unless one is given.
@@ -282,6 +305,19 @@ const ModelOptions& checked(const ModelOptions& o) {
     throw std::invalid_argument("expected a model without embeddings of sources to have an encoder");
   if (o.parallel_residual && (o.norm_placement != NormPlacement::pre || o.has_encoder()))
     throw std::invalid_argument("expected pre-norm and no encoder in a model with a parallel residual");
+  if (o.value_norm && o.has_encoder()) throw std::invalid_argument("expected norms of values in a decoder-only model");
+  for (const auto* values : {&o.layer_head_dims, &o.layer_kv_heads, &o.key_layers})
+    if (!values->empty() && (o.has_encoder() || std::ssize(*values) != o.num_decoder_layers))
+      throw std::invalid_argument("expected options of layers for each layer of a decoder-only model");
+  for (int64_t i = 0; i < o.num_decoder_layers; ++i) {
+    const int64_t dim = of_layer(o.layer_head_dims, i, 1), heads = of_layer(o.layer_kv_heads, i, 1);
+    const int64_t from = of_layer(o.key_layers, i, i);
+    if (!is_size(dim) || !is_size(heads) || o.num_heads % heads || o.num_heads * dim > kMost)
+      throw std::invalid_argument("expected layers with a number of kv heads that divides the number of query heads");
+    if (from < 0 || from > i || of_layer(o.key_layers, from, from) != from ||
+        of_layer(o.layer_head_dims, from, 1) != dim || of_layer(o.layer_kv_heads, from, 1) != heads)
+      throw std::invalid_argument("expected layers that read keys of layers before them, with heads like theirs");
+  }
   if (o.has_norms_behind() && o.has_encoder() && o.has_decoder())  // cross-attention has no norm after it
     throw std::invalid_argument("expected norms of sub-layer outputs only in a model without cross-attention");
   return o;
@@ -311,16 +347,16 @@ Table::Table(const ModelTensor& tensor, Precision precision) : rows_(tensor.shap
     }
     to = std::move(values);
   };
-  if (precision == Precision::fp32) copy(wide_);
+  if (precision == Precision::fp32 && tensor.kind != Kind::bf16) copy(wide_);
   else copy(narrow_);
 }
 
 Table::Table(const PackedWeight& weight) : rows_(weight.n), dim_(weight.k), packed_(weight) {}
 
-void Table::add_to(int64_t row, float factor, float* to) const {
+void Table::add_to(int64_t row, float factor, float* to, int64_t columns) const {
   if (packed_.n > 0) return packed_.add_column(row, factor, to);
   const auto add = [=, this](const auto* from) {
-    for_each_vec<float>(dim_, [=](int64_t c, int64_t n) {
+    for_each_vec<float>(columns < 0 ? dim_ : columns, [=](int64_t c, int64_t n) {
       fmadd(Vec<float>::load(from + c, n), Vec<float>(factor), Vec<float>::load(to + c, n)).store(to + c, n);
     });
   };
@@ -345,7 +381,8 @@ void PositionBias::add_to(int64_t head, int64_t query, int64_t key, int64_t coun
   add_one(far, count, row[reach_]);
 }
 
-RotaryTable::RotaryTable(const ModelTensor& cos, const ModelTensor& sin) : dim_(2 * cos.shape[1]) {
+RotaryTable::RotaryTable(const ModelTensor& cos, const ModelTensor& sin, int64_t reach)
+    : dim_(2 * cos.shape[1]), reach_(reach ? reach : dim_ / 2) {
   const int64_t positions = cos.shape[0], half = dim_ / 2;
   cos_.resize(positions * dim_), sin_.resize(positions * dim_);
   std::vector<float> c(half), s(half);
@@ -357,7 +394,14 @@ RotaryTable::RotaryTable(const ModelTensor& cos, const ModelTensor& sin) : dim_(
 }
 
 void RotaryTable::turn(int64_t position, float* head) const {
-  rotate_halves<float>(head, cos_.data() + position * dim_, sin_.data() + position * dim_, dim_ / 2, head);
+  const float *cos = cos_.data() + position * dim_, *sin = sin_.data() + position * dim_;
+  for_each_vec<float>(dim_ / 2, [=, this](int64_t c, int64_t n) {
+    using V = Vec<float>;
+    const V a = V::load(head + c, n), b = V::load(head + reach_ + c, n), x = V::load(cos + c, n),
+            y = V::load(sin + c, n);
+    (a * x - b * y).store(head + c, n);
+    (b * x + a * y).store(head + reach_ + c, n);
+  });
 }
 
 PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(checked(o)) {
@@ -370,6 +414,8 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   if (!o.rotary_layers.empty() && o.rotary_layers.size() != layers.size())
     throw std::invalid_argument("expected rotary_layers to have an entry for each layer");
   for (size_t i = 0; i < o.rotary_layers.size(); ++i) layers[i].rotates = o.rotary_layers[i] != 0;
+  for (int64_t i = 0; i < std::ssize(decoder.layers); ++i)
+    if (decoder.layers[i].keys_of == i) last_keys = i;
   if (names.find("front.0.weight")) {
     const auto convolution = [&](const std::string& name, int64_t k) {
       return names.weight(name + ".weight", name + ".bias", 0, o.d_model, o.d_model, k, o.precision);
@@ -414,15 +460,22 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
                                                o.d_model, source_.embedding.dim(), o.precision));
   }
   if (o.has_decoder()) target_ = input("target", o.d_model);
+  if (names.find("layer_embedding")) add_layer_embedding(tensors);
   const auto rotary = [&](const std::string& prefix) -> RotaryTable {
     if (!names.find(prefix + "cos")) return {};
     const ModelTensor& cos = names.table(prefix + "cos");
     const ModelTensor& sin = names.table(prefix + "sin", cos.shape[1]);
-    if (cos.shape[1] < 1 || 2 * cos.shape[1] > o.head_dim || sin.shape != cos.shape)
+    const RotaryTable made = cos.shape[1] < 1 || sin.shape != cos.shape
+                                 ? RotaryTable()
+                                 : RotaryTable(cos, sin, prefix.empty() ? o.rotary_reach : 0);
+    if (!made || o.rotary_reach < 0 || (prefix.empty() && o.rotary_reach && o.rotary_reach < cos.shape[1]))
       throw std::invalid_argument("expected rotary tables with half as many columns as a head has rotated features");
-    return {cos, sin};
+    return made;
   };
   rotary_ = rotary(""), local_rotary_ = rotary("local_");
+  for (const PackedLayer& layer : layers)
+    if (const RotaryTable* table = this->rotary(layer); table && table->features() > layer.head_dim)
+      throw std::invalid_argument("expected rotary tables with half as many columns as a head has rotated features");
   if (rotary_) max_len_ = max_len_ ? std::min(max_len_, rotary_.rows()) : rotary_.rows();
   if (!max_len_) max_len_ = o.max_len;
   if (local_rotary_ && local_rotary_.rows() != rotary_.rows())
@@ -444,6 +497,38 @@ void PackedModel::embed(bool is_source, int32_t token, int32_t type, int64_t pos
   }
 }
 
+void PackedModel::add_layer_embedding(const ModelTensors& tensors) {
+  const Names names(tensors, "");
+  const auto layers = std::ssize(decoder.layers);
+  if (layers == 0 || options.norm_placement == NormPlacement::sum || options.activation == Activation::clamped_swiglu)
+    throw std::invalid_argument("expected embeddings of layers in a decoder whose activation has no limits");
+  layer_input_dim = decoder.layers[0].input.empty() ? 0 : decoder.layers[0].input[0].gate.n;
+  for (const PackedLayer& layer : decoder.layers)
+    if (layer.input.empty() || layer.input[0].gate.n != layer_input_dim)
+      throw std::invalid_argument("expected inputs of one size for all layers");
+  const int64_t width = layers * layer_input_dim;
+  layer_embedding_ = Table(names.table("layer_embedding", width), options.precision);
+  if (layer_embedding_.rows() < vocab_size()) throw std::invalid_argument("expected an embedding for each token");
+  layer_projection = names.weight("layer_projection.weight", "layer_projection.bias", 0, width, width, options.d_model,
+                                  options.precision);
+  layer_norm_ = names.norm("layer_projection_norm", layer_input_dim);
+}
+
+void PackedModel::embed_for_layers(int32_t token, int64_t layers, float* product) const {
+  const int64_t dim = layer_input_dim, width = layers * dim;
+  const auto scale = [=](float factor) {
+    for_each_vec<float>(width, [=](int64_t c, int64_t n) {
+      (Vec<float>::load(product + c, n) * Vec<float>(factor)).store(product + c, n);
+    });
+  };
+  scale(1 / std::sqrt(static_cast<float>(options.d_model)));
+  for (float* x = product; x < product + width; x += dim)
+    normalise_row<false, false, float, float, float>(x, nullptr, nullptr, layer_norm_.weight.data(),
+                                                     layer_norm_.bias.data(), options.eps, true, dim, nullptr, x);
+  layer_embedding_.add_to(token, options.layer_input_scale, product, width);
+  scale(std::sqrt(0.5f));
+}
+
 int64_t PackedStack::token_bytes(const ModelOptions& o) const {
   int64_t bytes = 0;
   for (const PackedLayer& layer : layers) {
@@ -453,6 +538,7 @@ int64_t PackedStack::token_bytes(const ModelOptions& o) const {
     bytes += layer.ff.bytes();
     if (layer.mixture) bytes += o.experts_per_token * layer.mixture.experts[0].bytes();
     for (const FeedForward& shared : layer.mixture.shared) bytes += shared.bytes();
+    for (const LayerInput& input : layer.input) bytes += input.bytes();
   }
   return bytes;
 }

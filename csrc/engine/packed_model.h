@@ -59,16 +59,22 @@ struct ModelOptions {
   bool causal_encoder = false;     // the encoder's tokens attend to no later token
   bool is_bare = false;            // sources have no embeddings or final norm, unless given: calls pass their states
   float eps;
-  float scale = 1;  // the factor for embeddings
-  float attention_scale;
+  float scale = 1;                                                  // the factor for embeddings
+  float attention_scale;                                            // 0: 1 / sqrt(head_dim) of each layer
   float attention_softcap = 0, logit_softcap = 0;                   // 0: none
   int64_t padding_idx = -1;                                         // the id whose embedding is zero; -1: none
   std::vector<int64_t> encoder_windows = {}, decoder_windows = {};  // the window of each layer; -1: none
   std::vector<int64_t> rotary_layers = {};  // for each layer of the only stack, whether it rotates; empty: all do
-  int64_t linear_key_heads = 0;             // of queries and keys in layers of linear attention
-  int64_t experts_per_token = 0;            // the number of experts that a router chooses, in layers that have one
-  bool norm_topk_prob = true;               // whether the weights of a token's experts are divided by their sum
-  int64_t max_len;                          // for a model without a table of positions
+  // Of a decoder-only model, for each layer; empty: all layers are alike.
+  std::vector<int64_t> layer_head_dims = {}, layer_kv_heads = {};
+  std::vector<int64_t> key_layers = {};  // the layer whose keys and values it reads: itself, or one before it
+  bool value_norm = false;               // an RMS norm of each head's values, without a weight
+  int64_t rotary_reach = 0;              // how far behind a rotated feature the other of its pair is; 0: half of them
+  float layer_input_scale = 1;           // the factor for the embeddings that layers have of their own
+  int64_t linear_key_heads = 0;          // of queries and keys in layers of linear attention
+  int64_t experts_per_token = 0;         // the number of experts that a router chooses, in layers that have one
+  bool norm_topk_prob = true;            // whether the weights of a token's experts are divided by their sum
+  int64_t max_len;                       // for a model without a table of positions
   Activation activation;
   bool fine_decoder = false;  // int8: the decoder's products, but for those of sources, read rows of 16 bits
 
@@ -95,6 +101,14 @@ struct FeedForward {
 
   int64_t inner_columns() const { return ff1.num_panels * kPanelColumns; }  // of the product with ff1
   int64_t bytes() const { return ff1.bytes() + ff2.bytes(); }
+};
+
+// What a layer adds of its own embedding of the token: norm(projection(act(gate(x)) * embedding)).
+struct LayerInput {
+  PackedWeight gate, projection;
+  Norm norm;
+
+  int64_t bytes() const { return gate.bytes() + projection.bytes(); }
 };
 
 // Several feed-forward networks, of which a router chooses some for each token.
@@ -124,21 +138,29 @@ struct DeltaNet {
 // A layer of the encoder or the decoder; parts that encoder layers lack are empty there.
 struct PackedLayer {
   PackedWeight qkv, out, cross_q, cross_kv, cross_out;
-  FeedForward ff;  // empty in a layer with a mixture
+  int64_t head_dim = 0, num_kv_heads = 0;
+  float attention_scale = 1;
+  int64_t keys_of = 0;          // the layer whose keys and values it reads
+  int64_t place = 0;            // that of those keys and values in the cache
+  bool has_keys = true;         // makes keys and values, and doesn't read those of another layer
+  bool keys_as_values = false;  // makes values of the product for its keys
+  FeedForward ff;               // empty in a layer with a mixture
   Mixture mixture;
   Norm norm1, norm2, norm3;          // before the sub-layers, or after the residual additions
   Norm post_norm1, post_norm2;       // on the outputs of attention and of the feed-forward network
   std::vector<Norm> q_norm, k_norm;  // one or none: over each head, or over all heads together
+  std::vector<Norm> v_norm;          // one or none: over each head
   std::vector<float> sinks;          // for each head, the score of a key without a value; empty: none
   PackedWeight gates;                // to the logits of factors of the heads' outputs, or those of `delta`; or empty
   std::vector<DeltaNet> delta;       // one or none
-  int64_t cache_layer = 0;           // of the layers with keys and values, its number
+  std::vector<LayerInput> input;     // one or none: after the feed-forward network
+  float scale = 1;                   // the factor for the residual stream at the end
   int64_t window;
   bool rotates = true;  // queries and keys, if the model has rotary positions
 
-  bool norms_all_heads(const ModelOptions& o) const {
-    return !q_norm.empty() && std::ssize(q_norm[0].weight) != o.head_dim;
-  }
+  bool norms_all_heads() const { return !q_norm.empty() && std::ssize(q_norm[0].weight) != head_dim; }
+  int64_t q_dim() const { return out.k; }
+  int64_t kv_dim() const { return num_kv_heads * head_dim; }
 };
 
 // A bias on scores that depends on the distance from the query to the key (relative positions).
@@ -177,8 +199,8 @@ class Table {
   explicit operator bool() const { return rows_ > 0; }
   int64_t rows() const { return rows_; }
   int64_t dim() const { return dim_; }
-  // to[i] += factor * row[i].
-  void add_to(int64_t row, float factor, float* to) const;
+  // to[i] += factor * row[i], for the first `columns` numbers; negative: all. A packed weight adds all.
+  void add_to(int64_t row, float factor, float* to, int64_t columns = -1) const;
 
  private:
   int64_t rows_ = 0, dim_ = 0;
@@ -187,19 +209,20 @@ class Table {
   PackedWeight packed_;
 };
 
-// The cosines and sines of each position, which rotate the first `dim` features of a head.
+// The cosines and sines of each position, which rotate features i and i + reach of a head, for i < dim / 2.
 class RotaryTable {
  public:
   RotaryTable() = default;
-  // cos, sin: (positions, dim / 2).
-  RotaryTable(const ModelTensor& cos, const ModelTensor& sin);
+  // cos, sin: (positions, dim / 2). reach: 0: dim / 2.
+  RotaryTable(const ModelTensor& cos, const ModelTensor& sin, int64_t reach);
   explicit operator bool() const { return dim_ > 0; }
   int64_t rows() const { return dim_ ? std::ssize(cos_) / dim_ : 0; }
+  int64_t features() const { return reach_ + dim_ / 2; }  // that a head has at least
   // Rotates one head of queries or keys.
   void turn(int64_t position, float* head) const;
 
  private:
-  int64_t dim_ = 0;
+  int64_t dim_ = 0, reach_ = 0;
   std::vector<float> cos_, sin_;  // as rotate_halves reads them; see lay_out_angles
 };
 
@@ -207,7 +230,9 @@ class RotaryTable {
 // and "output" may name the same tied matrix. "source_positions", "target_positions", "source_types",
 // "source_projection", "cos" and "sin" are the model's tables; "local_cos" and "local_sin" those of layers with a
 // window, if they differ. "front.0", "front.1" and "front.positions" are the front of an encoder of speech. For
-// "encoder_position_bias" and "decoder_position_bias", see PositionBias.
+// "encoder_position_bias" and "decoder_position_bias", see PositionBias. "layer_embedding" has the embeddings of a
+// token for all layers, one after another; "layer_projection.weight" makes as many of the token's embedding, and
+// "layer_projection_norm.weight" normalises each.
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);
@@ -232,7 +257,7 @@ class PackedModel {
   int64_t num_positions() const { return source_.positions ? source_.positions.rows() : kNoEnd; }
   int64_t num_places() const { return rotary_ ? rotary_.rows() : kNoEnd; }
   // The bytes of weights that a decode step of one row reads, and those that the encoder reads for a token.
-  int64_t step_bytes() const { return decoder.token_bytes(options) + output.bytes(); }
+  int64_t step_bytes() const { return decoder.token_bytes(options) + layer_projection.bytes() + output.bytes(); }
   // The bytes of a row's state, in all layers of linear attention.
   int64_t state_bytes() const { return 4 * decoder.state_floats; }
   int64_t encoder_bytes() const { return encoder.token_bytes(options); }
@@ -244,6 +269,12 @@ class PackedModel {
   std::vector<PackedWeight> front;
   Table front_positions;
   PackedStack encoder, decoder;
+  int64_t last_keys = 0;  // the last layer of the decoder that makes keys, or a state
+  // The numbers in a layer's own embedding of a token; 0: layers have none. See LayerInput.
+  int64_t layer_input_dim = 0;
+  PackedWeight layer_projection;
+  // Writes those of the first `layers` layers for a token, given the product of its embedding with layer_projection.
+  void embed_for_layers(int32_t token, int64_t layers, float* product) const;
   PackedWeight output;
 
  private:
@@ -254,7 +285,11 @@ class PackedModel {
     Table embedding, positions, types;
     std::vector<Norm> norm;  // one or none
   };
+  void add_layer_embedding(const ModelTensors& tensors);
+
   Input source_, target_;
+  Table layer_embedding_;
+  Norm layer_norm_;
   RotaryTable rotary_, local_rotary_;
   int64_t max_len_ = 0;
 };

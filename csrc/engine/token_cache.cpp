@@ -16,21 +16,39 @@ int64_t bytes_of(int64_t head_dim, CacheType type) {
 
 }  // namespace
 
-TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, CacheType cache_type, int64_t num_blocks,
-                       int64_t state_bytes)
-    : type(cache_type),
-      state_bytes_(state_bytes),
-      kv_heads_(kv_heads),
-      token_bytes_(bytes_of(head_dim, cache_type)),
-      block_slots_(layers * 2 * kv_heads * kBlockTokens) {
-  if (num_blocks > std::numeric_limits<int32_t>::max() / block_slots_)
-    throw std::length_error("expected a smaller cache: slots are 32-bit numbers");
-  const int64_t block_bytes = block_slots_ * token_bytes_;
+TokenCache::TokenCache(const std::vector<Heads>& layers, CacheType cache_type, int64_t num_blocks, int64_t state_bytes)
+    : type(cache_type), state_bytes_(state_bytes) {
+  int64_t block_bytes = 0;
+  for (const Heads& heads : layers) {
+    const auto same = std::find_if(regions_.begin(), regions_.end(), [&](const Region& r) { return r.heads == heads; });
+    const auto at = same - regions_.begin();
+    if (same == regions_.end()) regions_.push_back({heads, bytes_of(heads.dim, cache_type), 0, {}});
+    const int64_t slots = 2 * heads.number * kBlockTokens;
+    layers_.push_back({at, regions_[at].block_slots / slots});
+    regions_[at].block_slots += slots;
+  }
+  for (Region& region : regions_) {
+    if (num_blocks > std::numeric_limits<int32_t>::max() / region.block_slots)
+      throw std::length_error("expected a smaller cache: slots are 32-bit numbers");
+    // Untouched pages use no memory, so the whole budget can be allocated at once.
+    region.memory = PooledMemory(region.block_slots * num_blocks * region.token_bytes);
+    block_bytes += region.block_slots * region.token_bytes;
+  }
+  block_slots_ = regions_.at(0).block_slots;
   state_tokens_ = (state_bytes + block_bytes - 1) / block_bytes * kBlockTokens;
   seen_.resize(num_blocks);
-  // Untouched pages use no memory, so the whole budget can be allocated at once.
-  memory_ = PooledMemory(block_slots_ * num_blocks * token_bytes_);
   for (int64_t block = num_blocks; block-- > 0;) free_.push_back(static_cast<int32_t>(block));
+}
+
+const int32_t* TokenCache::slots(int64_t layer, const int32_t* slots, int64_t count,
+                                 std::vector<int32_t>& converted) const {
+  if (layers_[layer].region == 0) return slots;
+  const auto before = static_cast<int32_t>(block_slots_), after = static_cast<int32_t>(region(layer).block_slots);
+  converted.resize(count);
+  for (int64_t i = 0; i < count; ++i)
+    converted[i] = i && slots[i] == slots[i - 1] + 1 ? converted[i - 1] + 1  // of one block
+                                                     : slots[i] / before * after + slots[i] % before;
+  return converted.data();
 }
 
 int32_t TokenCache::take(Group& group) {

@@ -1,7 +1,8 @@
 // A paged KV cache for the requests of a session, which come, fork and leave. All blocks are from one pool.
 //
 // A block has room for kBlockTokens tokens of all layers: (layer, keys or values, kv head, token, head_dim), with the
-// scales of int8 between heads (int8_cache.h). A row reads its history through a table with the slot of each token. So
+// scales of int8 between heads (int8_cache.h). Layers whose heads differ in number or size have memory of their own,
+// with blocks of the same indices. A row reads its history through a table with the slot of each token. So
 // rows share their common tokens, and continuing from another row copies only a table. Each row writes to a block of
 // its own. Groups share the whole blocks at the beginning of their prompts; see PrefixTable.
 
@@ -60,9 +61,12 @@ class TokenCache {
     int32_t wave = 0;    // it runs after the prompts of lower waves, which compute the cached tokens
   };
 
-  // state_bytes: the size of a row's state, which counts as tokens do.
-  TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, CacheType type, int64_t num_blocks,
-             int64_t state_bytes = 0);
+  struct Heads {
+    int64_t number, dim;
+    bool operator==(const Heads&) const = default;
+  };
+  // layers: the heads of the keys of each layer. state_bytes: the size of a row's state, which counts as tokens do.
+  TokenCache(const std::vector<Heads>& layers, CacheType type, int64_t num_blocks, int64_t state_bytes = 0);
   TokenCache(const TokenCache&) = delete;
   TokenCache& operator=(const TokenCache&) = delete;
 
@@ -97,10 +101,13 @@ class TokenCache {
   // Returns the keys of a layer and head: the token of slot s begins at keys + s * head_dim; for int8, see Int8Rows.
   // Its values are values_offset() bytes after its keys.
   char* keys(int64_t layer, int64_t head) const {
-    return memory_.data() + (layer * 2 * kv_heads_ + head) * kBlockTokens * token_bytes_;
+    return region(layer).memory.data() +
+           (layers_[layer].index * 2 * region(layer).heads.number + head) * head_stride(layer);
   }
-  int64_t head_stride() const { return kBlockTokens * token_bytes_; }  // bytes from one head to the next
-  int64_t values_offset() const { return kv_heads_ * head_stride(); }
+  int64_t head_stride(int64_t layer) const { return kBlockTokens * region(layer).token_bytes; }  // from head to head
+  int64_t values_offset(int64_t layer) const { return region(layer).heads.number * head_stride(layer); }
+  // Returns the slots of a layer for slots of rows; `converted` has room for them, if they differ.
+  const int32_t* slots(int64_t layer, const int32_t* slots, int64_t count, std::vector<int32_t>& converted) const;
 
   const CacheType type;
   std::vector<Group> groups;
@@ -112,9 +119,22 @@ class TokenCache {
   void sweep(Group& group);
 
   int64_t state_bytes_, state_tokens_ = 0;
-  std::atomic<int64_t> num_states_{0};            // workers reorder their groups at the same time
-  int64_t kv_heads_, token_bytes_, block_slots_;  // token_bytes_: per head; block_slots_: from one block to the next
-  PooledMemory memory_;
+  std::atomic<int64_t> num_states_{0};  // workers reorder their groups at the same time
+  // The layers with heads of one number and size.
+  struct Region {
+    Heads heads;
+    int64_t token_bytes;  // per head
+    int64_t block_slots;  // from one block to the next
+    PooledMemory memory;
+  };
+  struct Layer {
+    int64_t region, index;  // index: in the region
+  };
+  const Region& region(int64_t layer) const { return regions_[layers_[layer].region]; }
+
+  std::vector<Region> regions_;
+  std::vector<Layer> layers_;
+  int64_t block_slots_;  // of the first region, whose slots rows have
   PrefixTable prefixes_;
   std::vector<int32_t> free_;  // never allocates after the constructor
   std::vector<char> seen_;     // a flag per block, for sweep

@@ -46,6 +46,7 @@ class FixedShapeCache(KVCache):
     ) -> None:
         # KVCache's __init__ is not called: everything except the tables on the device belongs to the cache.
         self.k, self.v, self._table, self._cache = cache.k, cache.v, cache._table, cache
+        self.layer_heads, self._layers = cache.layer_heads, cache._layers
         self.rows_per_group, self.width, self.source_width = rows_per_group, width, source_width
         self._rows, self._num_groups, self._spare = num_groups * rows_per_group, num_groups, spare
         sizes = self._rows * width, self._rows, self._rows, num_groups * source_width, num_groups
@@ -158,9 +159,10 @@ class FixedShapeCache(KVCache):
         """Returns the tables of a step, whose slots `reserve_run` has reserved."""
         self.check_room(num_tokens if seqlens is None else 0)
         slots, seqlens_ = (self._source_slots, self._lengths_of_sources) if self.has_memory else (None, None)
+        k, v = self._layers if self.has_unlike_layers else (self.k, self.v)
         return StepTables(
-            self.k,
-            self.v,
+            k,
+            v,
             self.slot_table,
             self._seqlens,
             source_slots=slots,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,10 +48,12 @@ class KVCache:
             remaining rows may hold blocks that many rows have written to).
         block_size: the number of tokens in a block.
         device, dtype: the device and dtype of the keys and values.
+        layer_heads: num_kv_heads and head_dim of each layer, if they differ; None: all are alike.
 
     Attributes:
-        k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim). On a CPU, pages that were never written use
-            no memory.
+        k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim), or, if layers differ, the numbers of one
+            layer after another. On a CPU, pages that were never written use no memory.
+        layer_heads: num_kv_heads and head_dim of each layer.
 
     Raises:
         InputError: a size is not an integer of at least 1.
@@ -70,6 +73,7 @@ class KVCache:
         block_size: int = BLOCK_SIZE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        layer_heads: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         sizes = (num_layers, max_rows, max_seqlen, num_kv_heads, head_dim)
         if not all(isinstance(size, int) for size in sizes) or min(sizes) < 1:
@@ -86,6 +90,9 @@ class KVCache:
             if size is not None and (not isinstance(size, int) or size < least):
                 raise InputError(f"expected {name} to be an integer of at least {least}, got {size!r}")
         self._sizes, self._num_blocks, self.block_size = sizes, num_blocks, block_size
+        self.layer_heads = [(num_kv_heads, head_dim)] * num_layers if layer_heads is None else [*layer_heads]
+        if len(self.layer_heads) != num_layers:
+            raise InputError(f"expected layer_heads for {num_layers} layers, got {len(self.layer_heads)}")
         self._num_sources = max_rows if num_sources is None else num_sources
         self._fits_memory = max_source_seqlen is None
         self._first = 0  # the first group of this view
@@ -97,11 +104,16 @@ class KVCache:
         size = self.block_size
         columns, source_columns = blocks_of(max_seqlen, size), blocks_of(max_source_seqlen, size)
         num_blocks = self._num_blocks or 1 + max_rows * columns + self._num_sources * source_columns
-        shape = (num_layers, num_blocks, size, num_kv_heads, head_dim)
-        self.k, self.v = self._placement.new_empty(shape), self._placement.new_empty(shape)
-        self.k[:, NULL_BLOCK] = 0
-        self.v[:, NULL_BLOCK] = 0
-        self._layers = [self.k[i] for i in range(num_layers)], [self.v[i] for i in range(num_layers)]
+        shapes = [(num_blocks, size, *heads) for heads in self.layer_heads]
+        counts = [math.prod(shape) for shape in shapes]
+        whole = (sum(counts),) if self.has_unlike_layers else (num_layers, *shapes[0])
+        self.k, self.v = self._placement.new_empty(whole), self._placement.new_empty(whole)
+        self._layers = tuple(
+            [part.view(shape) for part, shape in zip(store.flatten().split(counts), shapes, strict=True)]
+            for store in (self.k, self.v)
+        )
+        for layer in (*self._layers[0], *self._layers[1]):
+            layer[NULL_BLOCK] = 0
         host = Tables.zeros(max_rows, columns * size, source_columns * size, "cpu")
         self._table = BlockTable(host, max_seqlen, max_source_seqlen, num_blocks, size)
         self._on_device = host
@@ -122,7 +134,12 @@ class KVCache:
     @property
     def num_layers(self) -> int:
         """The number of layers."""
-        return self.k.shape[0]
+        return len(self.layer_heads)
+
+    @property
+    def has_unlike_layers(self) -> bool:
+        """Whether layers differ in the number or the size of their heads."""
+        return len(set(self.layer_heads)) > 1
 
     @property
     def max_rows(self) -> int:
@@ -183,7 +200,7 @@ class KVCache:
     @property
     def num_blocks(self) -> int:
         """The number of blocks, including the null block."""
-        return self.k.shape[1]
+        return self._layers[0][0].shape[0]
 
     @property
     def free_blocks(self) -> int:
@@ -193,8 +210,7 @@ class KVCache:
     @property
     def token_bytes(self) -> int:
         """The size in bytes of one token's keys and values in all layers."""
-        num_layers, _, _, num_kv_heads, head_dim = self.k.shape
-        return 2 * num_layers * num_kv_heads * head_dim * self.k.element_size()
+        return 2 * sum(map(math.prod, self.layer_heads)) * self.k.element_size()
 
     def blocks_of(self, num_tokens: int) -> int:
         """Returns the number of blocks that num_tokens of a row or of a source fill."""
@@ -341,7 +357,7 @@ class KVCache:
         if longest_source is not None:
             source_slots, source_seqlens = tables.source_slots[:, :source_width], tables.source_seqlens
             batch_index = tables.keys[begin:end] if batch_index is None else batch_index
-        k, v = (self.k, self.v) if is_recorded else self._layers
+        k, v = (self.k, self.v) if is_recorded and not self.has_unlike_layers else self._layers
         slots = tables.slots[begin:end, :width], tables.seqlens[begin:end], packed_slots, source_slots, source_seqlens
         step = StepTables(k, v, *slots, batch_index, num_tokens, counts, begin, longest)
         if not is_recorded:

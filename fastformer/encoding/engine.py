@@ -304,6 +304,8 @@ def why_not_encoded(kind: type[nn.Module], model: object, precision: str | None)
         return f"it only supports models.{kind.__name__}, and a {type(model).__name__} may compute something else"
     if isinstance(model, GPT) and model.config.parallel_residual:
         return "it encodes with no model that has a parallel residual"
+    if isinstance(model, GPT) and (model.config.has_unlike_layers or model.config.has_own_ends):
+        return "it encodes with no model whose layers share keys, differ in their heads or have embeddings of their own"
     return why_not_now() or why_not_in(precision, model)
 
 

@@ -64,6 +64,12 @@ class StackConfig:
         return int(self.size_of_head * getattr(self, "rotary_fraction", 1.0))
 
     @property
+    def global_rotary_dim(self) -> int:
+        """The number of rotated features of a head in layers without a window, if these rotate differently."""
+        size = getattr(self, "global_head_dim", None)
+        return self.rotary_dim if size is None else int(size * getattr(self, "rotary_fraction", 1.0))
+
+    @property
     def scaling(self) -> RotaryScaling | None:
         """The checked rotary_scaling, a `RotaryScaling`."""
         return cast("RotaryScaling | None", self.rotary_scaling)
@@ -103,7 +109,7 @@ class StackConfig:
                 f"of {self.size_of_head} (d_model {self.d_model}, num_heads {self.num_heads})"
             )
         if (scaling := self.scaling) is not None:
-            scaling.check(self.rotary_dim, self.rotary_base, self.max_len)
+            scaling.check(self.global_rotary_dim, self.rotary_base, self.max_len)
         if self.local_rotary_base is not None and not any(self.windows):
             raise ValueError("expected a window_size, and layers with this window, for local_rotary_base")
 
@@ -114,10 +120,11 @@ def rotary_embeddings(
     """Builds the rotary positions of a model, if it has such, and those of layers with a window, if they are others."""
     if config.positions != "rotary":
         return None, None
-    size, base, local = config.rotary_dim, config.rotary_base, config.local_rotary_base
+    size, base, local = config.global_rotary_dim, config.rotary_base, config.local_rotary_base
     scaling = RotarySpeeds(None) if config.scaling is None else config.scaling.speeds(size, base)
     everywhere = RotaryEmbedding(size, config.max_len, base, speeds=scaling.speeds, scale=scaling.scale, **factory)
-    return everywhere, None if local is None else RotaryEmbedding(size, config.max_len, local, **factory)
+    own = None if local is None else RotaryEmbedding(config.rotary_dim, config.max_len, local, **factory)
+    return everywhere, own
 
 
 def rotations(
@@ -202,12 +209,16 @@ def cache_of(model: Any, max_rows: int, max_seqlen: int, **options: Any) -> KVCa
         model: has `decoder` and `output_weight`.
         max_rows, max_seqlen, options: see `KVCache`.
     """
-    attention, weight = model.decoder.layers[0].self_attn, model.output_weight
+    decoder, weight = model.decoder, model.output_weight
     device, dtype = weight.device, weight.dtype
     if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    sizes = (len(model.decoder.layers), max_rows, max_seqlen, attention.num_kv_heads, attention.head_dim)
-    return KVCache(*sizes, device=device, dtype=dtype, **options)
+    own = getattr(decoder, "key_layers", None)
+    layers = [*decoder.layers] if own is None else [decoder.layers[i] for i in sorted(set(own))]
+    heads = [(layer.self_attn.num_kv_heads, layer.self_attn.head_dim) for layer in layers]
+    if len(set(heads)) > 1:
+        options["layer_heads"] = heads
+    return KVCache(len(layers), max_rows, max_seqlen, *heads[0], device=device, dtype=dtype, **options)
 
 
 def chosen_log_probs(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from fastformer.models.next_tokens import NextTokenModel
 from fastformer.models.pretrained import placement
 from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding
+from fastformer.nn.layer_input import LayerEmbedding
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.mixture import load_balancing_loss, recorded_router_logits
 from fastformer.nn.transformer import TransformerEncoder
@@ -64,7 +65,8 @@ class GPT(NextTokenModel):
     the loss skips targets of -100.
 
     Parameters: `embedding.weight`, `embedding.position.table` (learned), `decoder.*` as in
-    `torch.nn.TransformerEncoder` (and `DecoderOnlyLayer`), `output.weight` if it isn't tied, and `output_bias`.
+    `torch.nn.TransformerEncoder` (and `DecoderOnlyLayer`), `output.weight` if it isn't tied, `output_bias`, and
+    `layer_embedding.*` (`LayerEmbedding`).
 
     Args:
         config: the settings; `GPT.from_preset("tiny", vocab_size=...)` knows "tiny", "small", "gpt2", "llama-small" and
@@ -116,40 +118,55 @@ class GPT(NextTokenModel):
         )
         options: dict[str, Any] = dict(
             attention_bias=config.qkv_bias,
-            num_kv_heads=config.num_kv_heads,
             norm_placement=config.norm_placement,
             parallel_residual=config.parallel_residual,
             shared_norm=config.shared_norm,
             norm_bias=config.norm_bias,
-            self_attention={
-                "head_dim": config.head_dim,
-                "out_bias": config.bias if config.out_bias is None else config.out_bias,
-                "qk_norm": config.qk_norm,
-                "qk_norm_eps": config.layer_norm_eps,
-                "softmax_scale": config.attention_scale,
-                "softcap": config.attention_softcap or 0.0,
-                "sinks": config.attention_sinks,
-                "gate": config.attention_gate,
-            },
+            input_dim=config.layer_input_dim,
+            has_scalar=config.layer_scalars,
             **layer_options(config, factory),
         )
+        attention: dict[str, Any] = dict(
+            out_bias=config.bias if config.out_bias is None else config.out_bias,
+            qk_norm=config.qk_norm,
+            qk_norm_eps=config.layer_norm_eps,
+            softmax_scale=config.attention_scale,
+            softcap=config.attention_softcap or 0.0,
+            sinks=config.attention_sinks,
+            gate=config.attention_gate,
+            value_norm_eps=config.layer_norm_eps if config.value_norm else None,
+        )
 
-        def layer(is_sparse: bool, is_linear: bool) -> DecoderOnlyLayer:
-            d_ff = (config.expert_d_ff if is_sparse else None) or config.d_ff or 4 * config.d_model
-            experts = _experts_of(config) if is_sparse else None
-            linear = _linear_attention_of(config, factory) if is_linear else None
-            inside: dict[str, Any] = {"experts": experts, "linear_attention": linear, **options}
-            return DecoderOnlyLayer(config.d_model, config.num_heads, d_ff, **inside)
+        def layer(index: int) -> DecoderOnlyLayer:
+            kv_heads, head_dim = config.heads_of(config.windows[index])
+            own = {
+                "num_kv_heads": kv_heads,
+                "head_dim": head_dim,
+                "kv_projections": config.kv_projections_of(index),
+            }
+            is_sparse = config.sparse[index]
+            d_ff = (config.expert_d_ff if is_sparse else None) or config.d_ff_of(index)
+            inside: dict[str, Any] = {
+                "experts": _experts_of(config) if is_sparse else None,
+                "linear_attention": _linear_attention_of(config, factory) if config.linear[index] else None,
+                "self_attention": {**attention, **own},
+            }
+            return DecoderOnlyLayer(config.d_model, config.num_heads, d_ff, **inside, **options)
 
         norm = norm_of(config, config.d_model, factory)
-        if any(config.sparse) or any(config.linear):
-            layers = [*map(layer, config.sparse, config.linear)]
-            self.decoder = TransformerEncoder(layers, config.num_layers, norm)
+        if any(config.sparse) or any(config.linear) or config.has_unlike_layers:
+            self.decoder = TransformerEncoder([*map(layer, range(config.num_layers))], config.num_layers, norm)
         else:
-            self.decoder = TransformerEncoder(layer(False, False), config.num_layers, norm)
+            self.decoder = TransformerEncoder(layer(0), config.num_layers, norm)
+        if config.key_layers is not None:
+            self.decoder.key_layers = config.key_layers
         for module, has_window in zip(self.decoder.layers, config.windows, strict=True):
             after = 0 if config.is_causal else config.window_size
             module.self_attn.window_size = (config.window_size, after) if has_window else (None, None)
+        self.layer_embedding: LayerEmbedding | None = None
+        if config.layer_input_dim is not None:
+            counts = (config.vocab_size, config.d_model, config.num_layers, config.layer_input_dim)
+            self.layer_embedding = LayerEmbedding(*counts, config.layer_norm_eps, factory)
         sizes = (config.d_model, config.vocab_size)
         self.output = None if config.tie_embeddings else nn.Linear(*sizes, bias=False, **factory)
         bias = nn.Parameter(torch.zeros(config.vocab_size, **factory)) if config.output_bias else None
@@ -205,7 +222,8 @@ class GPT(NextTokenModel):
         x = self.embedding(tokens, positions)
         config = self.config
         rotary = rotations(self.rotary, self.local_rotary, config.windows, positions, config.rotary_layers)
-        return self.decoder(x, is_causal=config.is_causal, layout=layout, cache=cache, rotary=rotary)
+        own = {} if self.layer_embedding is None else {"layer_inputs": self.layer_embedding(tokens, x)}
+        return self.decoder(x, is_causal=config.is_causal, layout=layout, cache=cache, rotary=rotary, **own)
 
     def forward(self, tokens: Tensor, *, layout: SequenceLayout | None = None) -> Tensor:
         """Computes the next token's logits at each position, (batch, seqlen, vocab_size) or (total, vocab_size)."""

@@ -91,6 +91,15 @@ class GPTConfig(StackConfig):
         linear_key_dim: the size of a head of queries or keys there.
         linear_value_dim: the size of a head of values there.
         linear_conv_size: the number of tokens, the current one included, that the convolution there reads.
+        global_head_dim: head_dim of layers without a window (Gemma 4); None: as in the others.
+        global_num_kv_heads: num_kv_heads of layers without a window; None: as in the others.
+        value_norm: whether each head's values are divided by their root mean square.
+        keys_as_values: whether layers without a window make values of the product for keys, before its norm.
+        shared_kv_layers: the number of layers, the last ones, that read the keys and values of the last of the layers
+            before them that has, or hasn't, a window as they do.
+        shared_kv_d_ff: d_ff of these layers; None: d_ff.
+        layer_input_dim: the size of a vector that each layer has of its own for a token, see `LayerInput`; None: none.
+        layer_scalars: whether a layer ends by a factor, which is not trained.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -147,6 +156,14 @@ class GPTConfig(StackConfig):
     linear_key_dim: Positive = 128
     linear_value_dim: Positive = 128
     linear_conv_size: Positive = 4
+    global_head_dim: Positive | None = None
+    global_num_kv_heads: Positive | None = None
+    value_norm: bool = False
+    keys_as_values: bool = False
+    shared_kv_layers: Annotated[int, Range(0)] = 0
+    shared_kv_d_ff: Positive | None = None
+    layer_input_dim: Positive | None = None
+    layer_scalars: bool = False
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -161,6 +178,7 @@ class GPTConfig(StackConfig):
                 f"{len(self.rotary_layers)}"
             )
         self.check_windows()
+        self._check_layers()
         if self.parallel_residual and self.norm_placement != "pre":
             raise ValueError(f"expected norm_placement 'pre' for parallel_residual, got {self.norm_placement!r}")
         if self.shared_norm and not self.parallel_residual:
@@ -205,6 +223,65 @@ class GPTConfig(StackConfig):
                 f"expected sparse_layers to have a bool for each of the {self.num_layers} layers, got "
                 f"{len(self.sparse)}"
             )
+
+    def _check_layers(self) -> None:
+        """Checks the options by which layers differ."""
+        if self.global_num_kv_heads is not None:
+            check_heads(self.num_heads, self.num_heads, self.global_num_kv_heads)
+        if self.global_head_dim is not None and self.positions == "rotary" and self.local_rotary_base is None:
+            raise ValueError(
+                "expected a local_rotary_base, since layers without global_head_dim rotate otherwise, got None"
+            )
+        if self.shared_kv_layers and self.linear_layers is not None:
+            raise ValueError(f"expected no linear_layers for shared_kv_layers, got {self.linear_layers}")
+        if self.shared_kv_layers and self.positions != "rotary":
+            raise ValueError(f"expected positions 'rotary' for shared_kv_layers, got {self.positions!r}")
+        own = self.num_layers - self.shared_kv_layers
+        if not {*self.windows[max(own, 0) :]} <= {*self.windows[: max(own, 0)]}:
+            raise ValueError(
+                "expected shared_kv_layers that read keys of layers before them, with a window if they have one, got "
+                f"{self.shared_kv_layers} of {self.num_layers} layers"
+            )
+        if self.shared_kv_d_ff is not None and (not self.shared_kv_layers or self.num_experts is not None):
+            raise ValueError("expected shared_kv_layers, and no experts, for shared_kv_d_ff")
+        if self.layer_input_dim is not None and self.activation in ("relu", "clamped_swiglu"):
+            raise ValueError(f"expected an activation with GELU or SiLU for layer_input_dim, got {self.activation!r}")
+
+    @property
+    def key_layers(self) -> tuple[int, ...] | None:
+        """For each layer, the layer whose keys and values it reads; None: all have their own."""
+        if not self.shared_kv_layers:
+            return None
+        own, windows = self.num_layers - self.shared_kv_layers, self.windows
+        last = {windows[layer]: layer for layer in range(own)}
+        return (*range(own), *(last[has_window] for has_window in windows[own:]))
+
+    def heads_of(self, has_window: bool) -> tuple[int, int]:
+        """Returns the number of heads of keys and their size, in layers with or without a window."""
+        kv_heads, size = self.num_kv_heads or self.num_heads, self.size_of_head
+        return (kv_heads, size) if has_window else (self.global_num_kv_heads or kv_heads, self.global_head_dim or size)
+
+    def kv_projections_of(self, layer: int) -> int:
+        """Returns whether a layer projects to keys and values (2), to keys (1) or to none of them."""
+        if layer >= self.num_layers - self.shared_kv_layers:
+            return 0
+        return 1 if self.keys_as_values and not self.windows[layer] else 2
+
+    def d_ff_of(self, layer: int) -> int:
+        """Returns d_ff of a layer without experts."""
+        shares = layer >= self.num_layers - self.shared_kv_layers
+        return (self.shared_kv_d_ff if shares else None) or self.d_ff or 4 * self.d_model
+
+    @property
+    def has_unlike_layers(self) -> bool:
+        """Whether layers differ in their parameters, besides those with experts."""
+        differ = self.global_head_dim or self.global_num_kv_heads or self.keys_as_values or self.shared_kv_layers
+        return bool(differ)
+
+    @property
+    def has_own_ends(self) -> bool:
+        """Whether layers compute what only decoders of Gemma 4's kind have: norms of values, own inputs or scalars."""
+        return self.value_norm or self.layer_scalars or self.layer_input_dim is not None
 
     @property
     def linear(self) -> tuple[bool, ...]:

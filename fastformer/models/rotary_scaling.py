@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fastformer.settings import shown, suggestion
 
-Kind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+Kind = Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 _LENGTH = "original_max_position_embeddings"
+_PART = "partial_rotary_factor"
 _FACTORS = ("short_factor", "long_factor")
 # The required and the optional parameters of each kind.
 _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -29,6 +30,7 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
     "longrope": ((*_FACTORS, _LENGTH), ("factor", "attention_factor")),
+    "proportional": ((_PART,), ("factor",)),
 }
 
 
@@ -53,9 +55,9 @@ class RotaryScaling(dict[str, Any]):
     """The method and its parameters, checked: a mapping that does not change, with lists as tuples.
 
     Args:
-        values: `kind`, one of "linear", "dynamic", "llama3", "yarn" and "longrope", and the parameters of that kind
-            under transformers' names. "longrope" needs `factor` or `attention_factor`: transformers derives the factor
-            from max_position_embeddings / original_max_position_embeddings if it isn't given.
+        values: `kind`, one of "linear", "dynamic", "llama3", "yarn", "longrope" and "proportional", and the parameters
+            of that kind under transformers' names. "longrope" needs `factor` or `attention_factor`: transformers
+            derives the factor from max_position_embeddings / original_max_position_embeddings if it isn't given.
 
     Raises:
         ValueError: an unknown kind or parameter, one that is missing, or a value that is not allowed.
@@ -108,6 +110,8 @@ class RotaryScaling(dict[str, Any]):
                     f"expected {rotary_dim // 2} numbers in {name} of rotary_scaling, one for each pair of the "
                     f"{rotary_dim} rotated features, got {len(self[name])}"
                 )
+        if self.get(_PART, 1.0) > 1:
+            raise ValueError(f"expected {_PART} of rotary_scaling of at most 1, got {self[_PART]}")
         if kind == "yarn" and base == 1:
             raise ValueError(f"expected a rotary_base above 1 for rotary_scaling of kind {kind!r}, got {base}")
         if kind in ("dynamic", "longrope") and max_len > self[_LENGTH]:
@@ -126,7 +130,8 @@ class RotaryScaling(dict[str, Any]):
         the factor, those that turn more than high_freq_factor times keep their speed, between them it is interpolated.
         "yarn": Peng et al. 2023, "YaRN", section 3.2 and 3.4: the same idea by a ramp over the pairs' indices from
         beta_fast to beta_slow turns, and longer queries and keys. "longrope": Ding et al. 2024, "LongRoPE": a factor
-        for each pair, the short ones up to original_max_position_embeddings.
+        for each pair, the short ones up to original_max_position_embeddings. "proportional": the first pairs, a
+        partial_rotary_factor of all, keep their speed, divided by the factor; the others don't turn (Gemma 4).
         """
         plain = plain_speeds(rotary_dim, base)
         kind = self["kind"]
@@ -139,6 +144,9 @@ class RotaryScaling(dict[str, Any]):
             turns = self[_LENGTH] * plain / (2 * math.pi)
             weight = ((turns - low) / (high - low)).clamp(0, 1)
             return RotarySpeeds(plain * (weight + (1 - weight) / self["factor"]))
+        if kind == "proportional":
+            turning = torch.arange(rotary_dim // 2) < self.num_turning(rotary_dim)
+            return RotarySpeeds((plain / self.get("factor", 1.0)).where(turning, 0.0))
         if kind == "yarn":
             return RotarySpeeds(self._yarn(plain, rotary_dim, base), self._yarn_scale())
         scale = self.get("attention_factor")
@@ -146,6 +154,10 @@ class RotaryScaling(dict[str, Any]):
             factor = self["factor"]
             scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(self[_LENGTH]))
         return RotarySpeeds(plain / torch.tensor(self["short_factor"], dtype=torch.float64), float(scale))
+
+    def num_turning(self, rotary_dim: int) -> int:
+        """Returns the number of pairs that turn."""
+        return int(self.get(_PART, 1.0) * rotary_dim // 2)
 
     def _yarn(self, plain: Tensor, rotary_dim: int, base: float) -> Tensor:
         def pair_of(turns: float) -> float:

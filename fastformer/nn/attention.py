@@ -15,6 +15,7 @@ from fastformer.nn.attention_parameters import AttentionParameters, WindowSize
 from fastformer.nn.cached_attention import append_cached, attend_cached, attention_unpacked
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
+from fastformer.nn.kept_keys import KeptKeys
 from fastformer.nn.layout import Jagged, SequenceLayout, open_nested
 from fastformer.nn.linear import LINEARS, linear
 from fastformer.nn.masks import (
@@ -27,7 +28,6 @@ from fastformer.nn.masks import (
 )
 from fastformer.nn.norm import NormPlan, find_norm_plan
 from fastformer.nn.projected_memory import ProjectedMemory
-from fastformer.ops._dispatch import copied
 from fastformer.ops.attention import attention
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.varlen_attention import varlen_attention
@@ -74,6 +74,9 @@ class MultiheadAttention(AttentionParameters):
         sinks: whether each head has one more key, without a value, whose score is learned (the parameter `sinks`,
             (num_heads,)); see `ops.attention`.
         gate: whether the heads' outputs are multiplied by the sigmoid of a projection of the query, `gate_proj`.
+        value_norm_eps: added to the mean squares of an RMSNorm of each head's values, which has no weight; None: none.
+        kv_projections: 1 instead of 2: the values are the keys' product, before `k_norm`, and in_proj_weight has no
+            rows for them; 0: the keys and values are those of another layer (see `KeptKeys`). Only in self-attention.
 
     Raises:
         InputError: sizes that don't divide, an unknown qk_norm.
@@ -94,6 +97,7 @@ class MultiheadAttention(AttentionParameters):
         cache: AttentionCache | None = None,
         rotary: RotaryPositions | None = None,
         position_bias: Tensor | None = None,
+        kept: KeptKeys | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the attention of each query over the keys that it sees.
 
@@ -116,6 +120,7 @@ class MultiheadAttention(AttentionParameters):
             position_bias: (1 or batch, num_heads, seqlen_q, seqlen_k), added to the scores, with gradients; batched,
                 with batch_first. For packed self-attention (1, num_heads, max_seqlen, max_seqlen); with a cache
                 seqlen_k is the length of its longest row including the query's tokens. See `RelativePositionBias`.
+            kept: where to read the keys and values, or to leave them for later layers.
 
         Returns:
             (the output in query's shape, the distribution or None). The distribution: (batch, seqlen_q, seqlen_k), or
@@ -127,7 +132,7 @@ class MultiheadAttention(AttentionParameters):
                 query, which torch.nn refuses too (jagged ones have them).
         """
         plan = _PLANS.of(self)
-        others = (layout, memory_layout, cache, rotary, position_bias)
+        others = (layout, memory_layout, cache, rotary, position_bias, kept)
         if plan.replaced is not None and all(each is None for each in others):
             # In the order in which torch.nn's layers pass them.
             options = given(
@@ -142,18 +147,19 @@ class MultiheadAttention(AttentionParameters):
         if query.is_nested or (key is not None and key.is_nested) or (value is not None and value.is_nested):
             if key is not query or value is not query:
                 raise InputError("expected a nested tensor as query, key and value at once, or as none of them")
-            opened, is_causal = open_nested(query, attn_mask, key_padding_mask, is_causal, *others)
+            opened, is_causal = open_nested(query, attn_mask, key_padding_mask, is_causal, *others[:-1])
             return self._nested(plan, query, opened, need_weights, average_attn_weights, is_causal)
         if not need_weights:
             options = given(
-                layout=layout, memory_layout=memory_layout, cache=cache, rotary=rotary, position_bias=position_bias
-            )
+                layout=layout, memory_layout=memory_layout, cache=cache, rotary=rotary, position_bias=position_bias,
+                kept=kept,
+            )  # fmt: skip
             return self.attend(plan, query, key, value, attn_mask, key_padding_mask, is_causal, **options), None
         if self.has_sinks or cache is not None or (layout is not None and layout.is_packed):
             raise InputError("expected need_weights=False and no mask along with a cache or a packed layout, or sinks")
         q, k, v, options = self._dense_call(
             plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, need_weights=True, layout=layout,
-            memory_layout=memory_layout, rotary=rotary, position_bias=position_bias,
+            memory_layout=memory_layout, rotary=rotary, position_bias=position_bias, kept=kept,
         )  # fmt: skip
         attended, lse = attention(q, k, v, return_lse=True, dropout_p=self.dropout if self.training else 0.0, **options)
         weights = attention_weights(q, k, lse, **options)
@@ -194,6 +200,7 @@ class MultiheadAttention(AttentionParameters):
         position_bias: Tensor | None = None,
         shape: tuple[int, int] | None = None,
         projected: ProjectedMemory | None = None,
+        kept: KeptKeys | None = None,
     ) -> Tensor:
         """Computes `forward` without the distribution, for a layer that knows the plan; nested tensors aren't allowed.
 
@@ -204,15 +211,15 @@ class MultiheadAttention(AttentionParameters):
         if (cache is not None or is_packed) and (attn_mask is not None or key_padding_mask is not None):
             raise InputError("expected need_weights=False and no mask along with a cache or a packed layout")
         if cache is not None:
-            return self._cached(plan, query, key, value, cache, layout, rotary, position_bias)
+            return self._cached(plan, query, key, value, cache, layout, rotary, position_bias, kept)
         if layout is not None and is_packed:
             key, value = _both(key, value)
             memory_layout = layout if key is query and memory_layout is None else memory_layout
             layouts = layout, memory_layout
-            return self._packed(plan, query, key, value, is_causal, *layouts, rotary, position_bias, projected)
+            return self._packed(plan, query, key, value, is_causal, *layouts, rotary, position_bias, projected, kept)
         q, k, v, options = self._dense_call(
             plan, query, key, value, attn_mask, key_padding_mask, is_causal=is_causal, layout=layout,
-            memory_layout=memory_layout, rotary=rotary, position_bias=position_bias, shape=shape,
+            memory_layout=memory_layout, rotary=rotary, position_bias=position_bias, shape=shape, kept=kept,
         )  # fmt: skip
         attended = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, **options)
         return self._output(plan, attended, query, shape)
@@ -221,7 +228,7 @@ class MultiheadAttention(AttentionParameters):
         self, plan: AttentionPlan, query: Tensor, key: Tensor | None, value: Tensor | None, attn_mask: Tensor | None,
         key_padding_mask: Tensor | None, *, is_causal: bool, need_weights: bool = False,
         layout: SequenceLayout | None, memory_layout: SequenceLayout | None, rotary: RotaryPositions | None,
-        position_bias: Tensor | None, shape: tuple[int, int] | None = None,
+        position_bias: Tensor | None, shape: tuple[int, int] | None = None, kept: KeptKeys | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
         """Returns the op's arguments for a padded batch, or for one sequence, which becomes a batch of one."""
         if key is None or value is None:
@@ -231,7 +238,7 @@ class MultiheadAttention(AttentionParameters):
         if shape is None:
             check_dimensions(query, key, value, key_padding_mask, attn_mask)
         is_batched = query.dim() == 3 or shape is not None
-        q, k, v = self._project_heads(plan, query, key, value, shape)
+        q, k, v = self._project_heads(plan, query, key, value, shape, kept=kept)
         if not is_batched:
             q, k, v = q[None], k[None], v[None]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
@@ -257,7 +264,7 @@ class MultiheadAttention(AttentionParameters):
                 raise InputError(
                     "add_bias_kv and add_zero_attn are not supported with a layout, a window or a position_bias"
                 )
-            k, v, attn_mask, key_padding_mask = self._extra_keys(
+            k, v, attn_mask, key_padding_mask = self.with_extra_keys(
                 k, v, attn_mask, key_padding_mask, is_causal, q.shape[1]
             )
             is_causal = False
@@ -340,6 +347,7 @@ class MultiheadAttention(AttentionParameters):
         self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, layout: SequenceLayout,
         memory_layout: SequenceLayout | None, rotary: RotaryPositions | None, position_bias: Tensor | None = None,
         projected: ProjectedMemory | None = None,
+        kept: KeptKeys | None = None,
     ) -> Tensor:  # fmt: skip
         cu_seqlens_q = layout.cu_seqlens
         cu_seqlens_k = None if memory_layout is None else memory_layout.cu_seqlens
@@ -349,7 +357,7 @@ class MultiheadAttention(AttentionParameters):
             raise InputError("add_bias_kv and add_zero_attn are not supported with a packed layout")
         if is_causal and memory_layout is not layout:
             raise InputError("expected is_causal with a packed layout in self-attention only")
-        q, k, v = self._project_heads(plan, query, key, value, projected=projected)
+        q, k, v = self._project_heads(plan, query, key, value, projected=projected, kept=kept)
         if rotary is not None:
             q, k = rotary.rotate(q, k)
         dropout_p = self.dropout if self.training else 0.0
@@ -386,6 +394,7 @@ class MultiheadAttention(AttentionParameters):
         layout: SequenceLayout | None,
         rotary: RotaryPositions | None,
         position_bias: Tensor | None,
+        kept: KeptKeys | None,
     ) -> Tensor:
         packed = layout is not None and layout.is_packed
         if query.dim() != (2 if packed else 3):
@@ -402,7 +411,7 @@ class MultiheadAttention(AttentionParameters):
             q = self._normalise(plan.q_norm, "q_norm", q)
             out = attend_cached(cache, q.transpose(0, 1) if transposed else q, self._scores())
         else:
-            q, k, v = self._project_heads(plan, query, *_both(key, value))
+            q, k, v = self._project_heads(plan, query, *_both(key, value), kept=kept)
             if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
             packed_layout = layout if packed else None
@@ -439,24 +448,6 @@ class MultiheadAttention(AttentionParameters):
         q = linear(query, *self._q_weights(q_weight, q_bias))
         k, v = self._project_kv(key, value, kv_weight, kv_bias)
         return self._heads(q), self._heads(k), self._heads(v)
-
-    def _in_proj(self) -> tuple[Tensor | None, Tensor | None]:
-        # Read once a call: a parametrised weight is computed at each access. It is None if there are three weights.
-        weight, bias = self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
-        return (weight, bias) if torch.compiler.is_compiling() else (copied(weight), copied(bias))
-
-    def in_proj_parts(self) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
-        """Returns the rows of the input projection's weight for queries, and those for the rest; then of its bias."""
-        weight, bias = self._in_proj()
-        return self._parts(weight), self._parts(bias)
-
-    def _parts(self, whole: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the rows of the weight or bias for queries, and those for keys and values."""
-        if whole is None:
-            return None, None
-        # Not two slices: the gradient of each would be as large as the whole, and they would be added.
-        q_part, kv_part = whole.split([self.q_dim, 2 * self.kv_dim])
-        return q_part, kv_part
 
     def _q_weights(self, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weight = self.q_proj_weight if weight is None else weight
@@ -503,18 +494,46 @@ class MultiheadAttention(AttentionParameters):
 
     def _project_heads(
         self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None,
-        projected: ProjectedMemory | None = None,
+        projected: ProjectedMemory | None = None, kept: KeptKeys | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Computes queries, keys and values (..., heads, head_dim), with the norms of the heads applied."""
+        if not self.has_usual_keys or kept is not None:
+            if key is not query or value is not query:
+                raise InputError("expected the query as key and value: its layer shares keys, or makes values of them")
+            return self._project_own(plan, query, shape, kept)
         q, k, v = self._project(query, key, value, shape, projected)
         if self.qk_norm is None:
             return q, k, v
         return self._normalise(plan.q_norm, "q_norm", q), self._normalise(plan.k_norm, "k_norm", k), v
 
+    def _project_own(
+        self, plan: AttentionPlan, x: Tensor, shape: tuple[int, int] | None, kept: KeptKeys | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # With keys and values of another layer, or values made of keys.
+        if x.shape[-1] != self.embed_dim:
+            raise InputError(f"expected a query of size {self.embed_dim} in the last dimension, got {x.shape[-1]}")
+        weight, bias = self._in_proj()
+        assert weight is not None
+        rows = self._heads(linear(x, weight, None if bias is None else _of_dtype(bias, weight)))
+        rows = rows if shape is None else rows.view(*shape, *rows.shape[1:])
+        q, *own = rows.split([self.num_heads, *[self.num_kv_heads] * self.kv_projections], dim=-2)
+        q = self._normalise(plan.q_norm, "q_norm", q)
+        if not own:
+            if kept is None:
+                raise InputError("expected `kept` keys, since the layer reads those of another one")
+            return q, *kept.read()
+        k, v = self._normalise(plan.k_norm, "k_norm", own[0]), own[-1]
+        if self.value_norm_eps is not None:
+            v = F.rms_norm(v, v.shape[-1:], eps=self.value_norm_eps)
+        if kept is not None:
+            kept.keep(k, v)
+        return q, k, v
+
     @property
     def is_standard(self) -> bool:
         """Whether heads divide embed_dim, have no norms or gate, and scale scores by head_dim ** -0.5 without a cap."""
-        return self.q_dim == self.embed_dim and self.qk_norm is None and not self._scores() and not self.has_gate
+        is_usual = self.has_usual_keys and not self.has_gate
+        return self.q_dim == self.embed_dim and self.qk_norm is None and is_usual and not self._scores()
 
     def _scores(self) -> dict[str, Any]:
         """Returns the ops' options for the scores; empty for their defaults."""
@@ -530,26 +549,6 @@ class MultiheadAttention(AttentionParameters):
         # seqlen_k keys further left.
         return left, diagonal if right is None else min(right, diagonal)
 
-    def _extra_keys(
-        self, k: Tensor, v: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool,
-        seqlen_q: int,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        # Appends the learned key and the zero key, both visible to every query.
-        if is_causal:
-            attn_mask = torch.ones(seqlen_q, k.shape[1], dtype=torch.bool, device=k.device).triu(1)
-        batch, extra = k.shape[0], 0
-        if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self._heads(self.bias_k).expand(batch, -1, -1, -1).to(k.dtype)], dim=1)
-            v = torch.cat([v, self._heads(self.bias_v).expand(batch, -1, -1, -1).to(v.dtype)], dim=1)
-            extra += 1
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
-            extra += 1
-        # Padding adds False to a bool mask and 0 to an additive one: attend.
-        attn_mask = None if attn_mask is None else F.pad(attn_mask, (0, extra))
-        key_padding_mask = None if key_padding_mask is None else F.pad(key_padding_mask, (0, extra))
-        return k, v, attn_mask, key_padding_mask
-
     def extra_repr(self) -> str:
         """Returns the options that print shows for the module."""
         heads = f"{self.num_heads}" if self.num_kv_heads == self.num_heads else f"{self.num_heads}/{self.num_kv_heads}"
@@ -564,7 +563,7 @@ def find_attention_plan(attention: nn.Module, *, is_lent: bool = False) -> Atten
     inside = attention._modules
     out_proj = plain_parameters(inside.get("out_proj"), *LINEARS, is_lent=is_lent)
     q_norm, k_norm = (find_norm_plan(inside.get(name), is_lent=is_lent) for name in ("q_norm", "k_norm"))
-    calls_norms = "q_norm" in inside and (q_norm is None or k_norm is None)
+    calls_norms = any(name in inside and norm is None for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)))
     calls = out_proj is None or calls_norms or "gate_proj" in inside
     return AttentionPlan(replacement(type(attention)), out_proj, q_norm, k_norm, calls)
 

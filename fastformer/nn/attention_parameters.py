@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.nn.errors import InputError
 from fastformer.nn.norm import AddLayerNorm, check_dropout
 from fastformer.ops._common import resolve_window
+from fastformer.ops._dispatch import copied
 
 QK_NORMS = ("head", "all")
 WindowSize = tuple[int | None, int | None]
@@ -34,6 +36,8 @@ class AttentionParameters(nn.Module):
     has_sinks: bool = False
     gate_proj: nn.Linear  # exists if has_gate
     has_gate: bool = False
+    value_norm_eps: float | None = None
+    kv_projections: int = 2
 
     def __init__(
         self,
@@ -59,6 +63,8 @@ class AttentionParameters(nn.Module):
         softcap: float = 0.0,
         sinks: bool = False,
         gate: bool = False,
+        value_norm_eps: float | None = None,
+        kv_projections: int = 2,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -78,6 +84,13 @@ class AttentionParameters(nn.Module):
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.softmax_scale, self.softcap = softmax_scale, softcap
+        has_others = (self.kdim, self.vdim) != (embed_dim, embed_dim) or add_bias_kv or add_zero_attn
+        if kv_projections not in (0, 1, 2) or (has_others and (kv_projections < 2 or value_norm_eps is not None)):
+            raise InputError(
+                "expected kv_projections of 0, 1 or 2, and fewer than 2, or a value_norm_eps, only without kdim, vdim, "
+                f"add_bias_kv and add_zero_attn; got {kv_projections} and {value_norm_eps}"
+            )
+        self.value_norm_eps, self.kv_projections = value_norm_eps, kv_projections
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._make_parameters(bias, bias if out_bias is None else out_bias, add_bias_kv, factory)
         self._make_norms(qk_norm, qk_norm_eps, factory)
@@ -100,7 +113,7 @@ class AttentionParameters(nn.Module):
         self.register_parameter("q_proj_weight", parameter(self.q_dim, embed_dim) if separate else None)
         self.register_parameter("k_proj_weight", parameter(self.kv_dim, self.kdim) if separate else None)
         self.register_parameter("v_proj_weight", parameter(self.kv_dim, self.vdim) if separate else None)
-        fused_rows = self.q_dim + 2 * self.kv_dim
+        fused_rows = self.q_dim + self.kv_projections * self.kv_dim
         self.register_parameter("in_proj_weight", None if separate else parameter(fused_rows, embed_dim))
         self.register_parameter("in_proj_bias", parameter(fused_rows) if bias else None)
         self.out_proj = nn.Linear(self.q_dim, embed_dim, bias=out_bias, **factory)
@@ -115,7 +128,15 @@ class AttentionParameters(nn.Module):
             raise InputError(f"expected qk_norm in {QK_NORMS} or None, got {qk_norm!r}")
         self.qk_norm = qk_norm
         sizes = (self.head_dim, self.head_dim) if qk_norm == "head" else (self.q_dim, self.kv_dim)
-        self.q_norm, self.k_norm = (AddLayerNorm(size, eps, bias=False, rms_norm=True, **factory) for size in sizes)
+        norms: dict[str, Any] = {"bias": False, "rms_norm": True, **factory}
+        self.q_norm = AddLayerNorm(sizes[0], eps, **norms)
+        if self.kv_projections:
+            self.k_norm = AddLayerNorm(sizes[1], eps, **norms)
+
+    @property
+    def has_usual_keys(self) -> bool:
+        """Whether keys and values are two products of the layer's own, the values without a norm."""
+        return self.kv_projections == 2 and self.value_norm_eps is None
 
     def _reset_parameters(self) -> None:
         # torch.nn's initialisation, in its order, so that the same seed gives the same weights.
@@ -128,3 +149,42 @@ class AttentionParameters(nn.Module):
         for bias in (self.bias_k, self.bias_v):
             if bias is not None:
                 nn.init.xavier_normal_(bias)
+
+    def _in_proj(self) -> tuple[Tensor | None, Tensor | None]:
+        # Read once a call: a parametrised weight is computed at each access. It is None if there are three weights.
+        weight, bias = self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
+        return (weight, bias) if torch.compiler.is_compiling() else (copied(weight), copied(bias))
+
+    def in_proj_parts(self) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
+        """Returns the rows of the input projection's weight for queries, and those for the rest; then of its bias."""
+        weight, bias = self._in_proj()
+        return self._parts(weight), self._parts(bias)
+
+    def _parts(self, whole: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the rows of the weight or bias for queries, and those for keys and values."""
+        if whole is None:
+            return None, None
+        # Not two slices: the gradient of each would be as large as the whole, and they would be added.
+        q_part, kv_part = whole.split([self.q_dim, 2 * self.kv_dim])
+        return q_part, kv_part
+
+    def with_extra_keys(
+        self, k: Tensor, v: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool,
+        seqlen_q: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Appends the learned key and the zero key, both visible to every query."""
+        if is_causal:
+            attn_mask = torch.ones(seqlen_q, k.shape[1], dtype=torch.bool, device=k.device).triu(1)
+        batch, extra = k.shape[0], 0
+        if self.bias_k is not None and self.bias_v is not None:
+            bias_k, bias_v = (x.unflatten(-1, (-1, k.shape[-1])) for x in (self.bias_k, self.bias_v))
+            k = torch.cat([k, bias_k.expand(batch, -1, -1, -1).to(k.dtype)], dim=1)
+            v = torch.cat([v, bias_v.expand(batch, -1, -1, -1).to(v.dtype)], dim=1)
+            extra += 1
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+            extra += 1
+        # Padding adds False to a bool mask and 0 to an additive one: attend.
+        attn_mask = None if attn_mask is None else F.pad(attn_mask, (0, extra))
+        key_padding_mask = None if key_padding_mask is None else F.pad(key_padding_mask, (0, extra))
+        return k, v, attn_mask, key_padding_mask

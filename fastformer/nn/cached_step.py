@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -13,7 +14,11 @@ from fastformer.nn.layout import SequenceLayout
 
 
 def next_tokens(
-    cache: KVCache, x: Tensor, layers: nn.ModuleList, layout: SequenceLayout | None
+    cache: KVCache,
+    x: Tensor,
+    layers: nn.ModuleList,
+    layout: SequenceLayout | None,
+    key_layers: Sequence[int] | None = None,
 ) -> tuple[int, Tensor | None, bool]:
     """Returns the arguments of `KVCache.begin` for a stack's input, which is checked.
 
@@ -22,12 +27,13 @@ def next_tokens(
         x: the stack's input, padded, or the packed prompts of rows that are empty.
         layers: the layers of the stack.
         layout: the layout of x.
+        key_layers: see `TransformerEncoder`.
 
     Raises:
         InputError: the number of layers or of rows differs from the cache's; the shapes don't fit; there are more
             tokens than free positions; the input is packed prompts, but rows already have tokens.
     """
-    check_layers(cache, layers)
+    check_layers(cache, layers, key_layers)
     packed = layout is not None and layout.is_packed
     if x.dim() != (2 if packed else 3):
         expected = "packed tokens (the layout is packed)" if packed else "a padded batch, or a packed layout,"
@@ -43,15 +49,15 @@ def next_tokens(
     return num_tokens, None if layout is None else layout.read_seqlens(), packed
 
 
-def check_layers(cache: KVCache, layers: nn.ModuleList) -> None:
+def check_layers(cache: KVCache, layers: nn.ModuleList, key_layers: Sequence[int] | None = None) -> None:
     """Raises InputError if the cache is another model's: if its layers or heads differ from the stack's."""
-    num_layers, _, _, *heads = cache.k.shape
-    if num_layers != len(layers):
-        raise InputError(f"expected a cache of {len(layers)} layers, got one of {num_layers}")
-    attention = _attention(layers)
-    expected = [attention.num_kv_heads, attention.head_dim]
-    if heads != expected:
-        raise InputError(f"expected a cache of num_kv_heads and head_dim {expected}, got one of {heads}")
+    modules: Any = layers if key_layers is None else [layers[i] for i in sorted(set(key_layers))]
+    if cache.num_layers != len(modules):
+        raise InputError(f"expected a cache of {len(modules)} layers, got one of {cache.num_layers}")
+    for layer, heads in zip(modules, cache.layer_heads, strict=True):
+        expected = (layer.self_attn.num_kv_heads, layer.self_attn.head_dim)
+        if heads != expected:
+            raise InputError(f"expected a cache of num_kv_heads and head_dim {expected}, got one of {heads}")
 
 
 def _attention(layers: nn.ModuleList) -> MultiheadAttention:

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastformer.nn.errors import InputError
 from fastformer.nn.gated_delta import GatedDeltaNet
+from fastformer.nn.layer_input import LayerInput
 from fastformer.nn.layers import (
     LAYER_PLANS,
     AttentionCall,
@@ -33,7 +35,9 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         "both": x + post_norm(F(norm(x)))        Gemma 2 and 3
 
     and, in parallel, the layer returns x + attention(norm1(x)) + feed_forward(norm2(x)) (GPT-NeoX), with norm1 in place
-    of norm2 if it is shared (Phi). Dropout acts on the terms that are added to x.
+    of norm2 if it is shared (Phi). Dropout acts on the terms that are added to x. With `input_dim`, a `LayerInput` is
+    added at the end, of the vectors that a call passes as `layer_input` (..., input_dim); with `has_scalar`, the result
+    is multiplied by `layer_scalar`, which is not trained (Gemma 4).
 
     Parameters: those of `TransformerEncoderLayer`; `norm1` and `norm2` are None for "post", `norm2` is None if `norm1`
     is shared, and `post_norm1` and `post_norm2` exist for "post" and "both".
@@ -44,6 +48,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         parallel_residual: see above; only with "pre".
         shared_norm: see above; only with parallel_residual.
         linear_attention: the arguments of the `GatedDeltaNet` that is `self_attn`; None: it is a `MultiheadAttention`.
+        input_dim, has_scalar: see above.
         options: the other arguments of `TransformerEncoderLayer`.
 
     Raises:
@@ -63,6 +68,8 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         parallel_residual: bool = False,
         shared_norm: bool = False,
         linear_attention: Mapping[str, Any] | None = None,
+        input_dim: int | None = None,
+        has_scalar: bool = False,
         **options: Any,
     ) -> None:
         if norm_placement not in _PLACEMENTS:
@@ -81,24 +88,60 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
             self.post_norm1, self.post_norm2 = copy.deepcopy(self.norm1), copy.deepcopy(self.norm2)
         if norm_placement == "post":
             self.norm1 = self.norm2 = None  # type: ignore[assignment]
+        factory = {name: options.get(name) for name in ("device", "dtype")}
+        self.input_dim, self.has_scalar = input_dim, has_scalar
+        if input_dim is not None:
+            eps = options.get("layer_norm_eps", 1e-5)
+            self.layer_input = LayerInput(d_model, input_dim, self.activation, eps, factory)
+        if has_scalar:
+            self.layer_scalar = nn.Parameter(torch.ones(1, **factory), requires_grad=False)
 
     @property
     def is_standard(self) -> bool:  # type: ignore[override]
         """See `TransformerEncoderLayer`."""
-        return self.norm_placement == "pre" and not self.parallel_residual
+        return self.norm_placement == "pre" and not self.parallel_residual and not self._has_end
+
+    @property
+    def _has_end(self) -> bool:
+        return self.has_scalar or self.input_dim is not None
+
+    def compute(
+        self,
+        plan: LayerPlan,
+        src: Tensor | ResidualStream,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        *,
+        layer_input: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor | ResidualStream:
+        """See `TransformerEncoderLayer`."""
+        if (layer_input is None) != (self.input_dim is None):
+            got = None if layer_input is None else tuple(layer_input.shape)
+            raise InputError(f"expected a layer_input of size {self.input_dim}, got {got}")
+        out = super().compute(plan, src, attn_mask, key_padding_mask, is_causal, **options)
+        if not self._has_end:
+            return out
+        x = out.value() if isinstance(out, ResidualStream) else out
+        if layer_input is not None:
+            x = x + self.layer_input(x, layer_input)
+        if self.has_scalar:
+            x = x * self.layer_scalar.to(x.dtype)
+        return ResidualStream(None, x) if isinstance(out, ResidualStream) else x
 
     def _norm_names(self) -> list[str]:
         before = [] if self.norm_placement == "post" else ["norm1"] if self.shared_norm else ["norm1", "norm2"]
         return before if self.norm_placement == "pre" else [*before, "post_norm1", "post_norm2"]
 
     def _join_pre_norm(self, plan: LayerPlan, stream: ResidualStream, calls: Sequence[AttentionCall]) -> ResidualStream:
-        if self.is_standard:
+        if self.norm_placement == "pre" and not self.parallel_residual:
             return super()._join_pre_norm(plan, stream, calls)
         join = self._join_parallel if self.parallel_residual else self._join
         return join(plan, stream, *calls)
 
     def _call_blocks(self, x: Tensor, calls: Sequence[AttentionCall]) -> Tensor:
-        if self.is_standard:
+        if self.norm_placement == "pre" and not self.parallel_residual:
             return super()._call_blocks(x, calls)
         (call,) = calls
         if self.parallel_residual:

@@ -415,6 +415,7 @@ class TransformerEncoderLayer(_Layer):
         cache: LayerCache | None = None,
         rotary: RotaryPositions | None = None,
         position_bias: Tensor | None = None,
+        **own: Any,
     ) -> Tensor | ResidualStream:
         """Passes the input through the layer.
 
@@ -427,23 +428,24 @@ class TransformerEncoderLayer(_Layer):
             cache: keys and values of earlier tokens. Those of src are appended; the caller advances the lengths.
             rotary: rotates queries and keys.
             position_bias: added to the scores; see `MultiheadAttention`.
+            own: what only layers of a decoder-only model have: `kept`, and `layer_input` (see `DecoderOnlyLayer`).
 
         Returns:
             src's shape; a `ResidualStream` for a `ResidualStream`.
         """
         plan = LAYER_PLANS.of(self)
-        others = (layout, cache, rotary, position_bias)
+        others = (layout, cache, rotary, position_bias, *own.values())
         if plan.replaced is not None and all(each is None for each in others) and isinstance(src, Tensor):
             options = given(src_mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal or None)
             out: Tensor = plan.replaced.original.forward(self, src, **options)
             return out
         if isinstance(src, Tensor) and src.is_nested:
-            opened, is_causal = open_nested(src, src_mask, src_key_padding_mask, is_causal, *others)
+            opened, is_causal = open_nested(src, src_mask, src_key_padding_mask, is_causal, *others[:4])
             values = self.compute(plan, opened.values, None, None, is_causal, layout=opened.layout)
             assert isinstance(values, Tensor)
             return opened.close(values)
         self_cache = None if cache is None else cache.self_attention
-        options = given(layout=layout, cache=self_cache, rotary=rotary, position_bias=position_bias)
+        options = given(layout=layout, cache=self_cache, rotary=rotary, position_bias=position_bias, **own)
         output = _handed_over(plan, self.compute(plan, src, src_mask, src_key_padding_mask, is_causal, **options))
         return output.to(fast_dtype(self, output)) if isinstance(output, Tensor) else output
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import starmap
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fastformer.engine.checks import Replacement, constant_for_compilers, replacement
 from fastformer.engine.frozen import Plans
@@ -15,6 +17,7 @@ from fastformer.errors import InputError
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention
 from fastformer.nn.layers import (
     LayerPlan,
+    ResidualStream,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     find_layer_plan,
@@ -336,3 +339,47 @@ class Stack(nn.Module):
         if (layout is not None and layout.is_packed) or attention is None:
             return None
         return x.shape[1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0]
+
+
+# The type of the values between layers.
+State = Tensor | ResidualStream
+
+
+def run_layers(
+    stack: Stack,
+    plan: StackPlan,
+    x: Tensor,
+    call: Callable[[nn.Module, LayerPlan | None, int, State], State],
+    zeroed: Tensor | None = None,
+) -> Tensor:
+    """Computes a stack's layers and its norm; an addition is fused with the next norm if the layers allow it.
+
+    Args:
+        stack: the stack.
+        plan: its plan.
+        x: the input of the first layer.
+        call: (layer, its plan, its index, the state) -> the state after the layer.
+        zeroed: (batch, seqlen), True where the state is zero before the norm; None: nowhere.
+    """
+    saving = stack.gradient_checkpointing and stack.training and torch.is_grad_enabled()
+    state: State = ResidualStream(None, x) if plan.streams else x
+    for i, layer in enumerate(stack.layers):
+        layer_plan = plan.layers[i] if i < len(plan.layers) else None
+        if isinstance(state, ResidualStream) and not plan.streams:
+            state = state.value()
+        args = (layer, layer_plan, i, state)
+        state = checkpoint(call, *args, use_reentrant=False) if saving else call(*args)
+        if plan.why_padded is not None and not torch.compiler.is_compiling():
+            plan = STACK_PLANS.of(stack)  # a called module or hook may have changed the next layers
+    if zeroed is not None:
+        state = state.value() if isinstance(state, ResidualStream) else state
+        state = state.masked_fill(zeroed[..., None], 0)
+    if not isinstance(state, ResidualStream):
+        return state if stack.norm is None else stack.norm(state)
+    if stack.norm is None:
+        return state.value()
+    if state.delta is None or plan.norm is None:
+        return stack.norm(state.value())
+    # In the stream's dtype, as in torch.nn under autocast.
+    delta = state.delta.to(torch.promote_types(state.delta.dtype, state.residual.dtype))
+    return ResidualStream(delta, state.residual, state.dropout_p).normalise(plan.norm)[0]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fastformer.cache.kv_cache import KVCache
 from fastformer.cache.layer_view import StepTables
@@ -18,56 +17,14 @@ from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.fast_path import fast_dtype, nests
 from fastformer.nn.feed_forward import Activation
-from fastformer.nn.layers import LayerPlan, ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.kept_keys import KeptKeys, cache_places
+from fastformer.nn.layers import LayerPlan, TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout, open_nested
 from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.padding import hides, may_pack, skipped_by_decoder, skipped_by_encoder
 from fastformer.nn.projected_memory import project_together
-from fastformer.nn.stack import STACK_PLANS, Stack, StackPlan
-
-# The type of the values between layers.
-State = Tensor | ResidualStream
-
-
-def _run(
-    stack: Stack,
-    plan: StackPlan,
-    x: Tensor,
-    call: Callable[[nn.Module, LayerPlan | None, int, State], State],
-    zeroed: Tensor | None = None,
-) -> Tensor:
-    """Computes a stack's layers and its norm; an addition is fused with the next norm if the layers allow it.
-
-    Args:
-        stack: the stack.
-        plan: its plan.
-        x: the input of the first layer.
-        call: (layer, its plan, its index, the state) -> the state after the layer.
-        zeroed: (batch, seqlen), True where the state is zero before the norm; None: nowhere.
-    """
-    saving = stack.gradient_checkpointing and stack.training and torch.is_grad_enabled()
-    state: State = ResidualStream(None, x) if plan.streams else x
-    for i, layer in enumerate(stack.layers):
-        layer_plan = plan.layers[i] if i < len(plan.layers) else None
-        if isinstance(state, ResidualStream) and not plan.streams:
-            state = state.value()
-        args = (layer, layer_plan, i, state)
-        state = checkpoint(call, *args, use_reentrant=False) if saving else call(*args)
-        if plan.why_padded is not None and not torch.compiler.is_compiling():
-            plan = STACK_PLANS.of(stack)  # a called module or hook may have changed the next layers
-    if zeroed is not None:
-        state = state.value() if isinstance(state, ResidualStream) else state
-        state = state.masked_fill(zeroed[..., None], 0)
-    if not isinstance(state, ResidualStream):
-        return state if stack.norm is None else stack.norm(state)
-    if stack.norm is None:
-        return state.value()
-    if state.delta is None or plan.norm is None:
-        return stack.norm(state.value())
-    # In the stream's dtype, as in torch.nn under autocast.
-    delta = state.delta.to(torch.promote_types(state.delta.dtype, state.residual.dtype))
-    return ResidualStream(delta, state.residual, state.dropout_p).normalise(plan.norm)[0]
+from fastformer.nn.stack import STACK_PLANS, Stack, StackPlan, State, run_layers
 
 
 def _as_rows(plan: StackPlan, x: Tensor) -> Tensor | None:
@@ -96,7 +53,11 @@ class TransformerEncoder(Stack):
         packs_weights: in evaluation without gradients on a CPU, compute all layers in one call over a packed copy of
             their weights, which takes as much memory as they do. False makes no copy.
         packed_precision: the precision of that copy, "fp32", "bf16" or "int8"; None: the weights' own.
+        key_layers: for each layer, the layer whose keys and values it reads: itself, or one before it, whose place in a
+            cache is also its own; None: itself.
     """
+
+    key_layers: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -121,6 +82,7 @@ class TransformerEncoder(Stack):
         cache: KVCache | None = None,
         rotary: RotaryPositions | list[RotaryPositions] | None = None,
         position_bias: Tensor | None = None,
+        layer_inputs: Tensor | None = None,
     ) -> Tensor:
         """Passes the input through the layers.
 
@@ -134,6 +96,7 @@ class TransformerEncoder(Stack):
                 seqlens if it is given); attention is causal. A packed src is the prompts of rows that are empty.
             rotary: rotates queries and keys; a list: one for each layer.
             position_bias: added to the scores of every layer; see `MultiheadAttention`.
+            layer_inputs: src's shape with (num_layers, dim) in place of d_model; see `DecoderOnlyLayer`.
 
         Returns:
             src's shape.
@@ -142,8 +105,8 @@ class TransformerEncoder(Stack):
             InputError: masks along with a cache; a full cache.
         """
         plan = STACK_PLANS.of(self)
-        others = (layout, cache, rotary, position_bias)
-        is_bare = layout is None and cache is None and rotary is None and position_bias is None
+        others = (layout, cache, rotary, position_bias, layer_inputs)
+        is_bare = all(each is None for each in others)
         if plan.replaced is not None and is_bare:
             options = given(mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal)
             out: Tensor = plan.replaced.original.forward(self, src, **options)
@@ -151,7 +114,7 @@ class TransformerEncoder(Stack):
         if src.is_nested:
             if isinstance(self, nn.TransformerEncoder) and not all(map(_takes_layout, self.layers)):
                 return super().forward(src, mask, src_key_padding_mask, is_causal)
-            opened, is_causal = open_nested(src, mask, src_key_padding_mask, is_causal, *others)
+            opened, is_causal = open_nested(src, mask, src_key_padding_mask, is_causal, *others[:4])
             return opened.close(
                 self._encode(plan, opened.values, None, None, is_causal, opened.layout, is_trusted=True)
             )
@@ -177,7 +140,8 @@ class TransformerEncoder(Stack):
 
         Args:
             plan, src, mask, key_padding_mask, is_causal, layout: see `forward`.
-            others: the cache, the rotary positions and the position bias; `is_bare` if none of them, nor a layout, is.
+            others: the cache, the rotary positions, the position bias and the inputs of layers; `is_bare` if none of
+                them, nor a layout, is.
             is_unread: whether nothing reads the output at padding.
         """
         if is_causal is None:
@@ -208,6 +172,7 @@ class TransformerEncoder(Stack):
         cache: KVCache | None = None,
         rotary: RotaryPositions | list[RotaryPositions] | None = None,
         position_bias: Tensor | None = None,
+        layer_inputs: Tensor | None = None,
         *,
         is_trusted: bool = False,
         zeroed: Tensor | None = None,
@@ -218,7 +183,8 @@ class TransformerEncoder(Stack):
             is_trusted: whether the layout was read from a mask, so that nothing in it needs a check.
             zeroed: see `Skipped`.
         """
-        has_options = not (cache is None and rotary is None and position_bias is None and zeroed is None)
+        options_given = (cache, rotary, position_bias, layer_inputs, zeroed)
+        has_options = any(each is not None for each in options_given) or self.key_layers is not None
         if not has_options and plan.evaluation is not None and not torch.is_grad_enabled():
             out = plan.evaluation.run(self, src, mask, key_padding_mask, is_causal, layout, is_trusted=is_trusted)
             if out is not None:
@@ -227,38 +193,45 @@ class TransformerEncoder(Stack):
         if cache is not None:
             check_masks(mask, key_padding_mask, is_causal)
             mask = None
-            step = cache.begin(*next_tokens(cache, src, self.layers, layout))
+            step = cache.begin(*next_tokens(cache, src, self.layers, layout, self.key_layers))
         rows = None
         if layout is None and not has_options:
             rows = _as_rows(plan, src)
         shape = None if rows is None else src.shape[:2]
 
         shared = given(layout=layout, position_bias=position_bias)
+        places = [*range(len(self.layers))] if self.key_layers is None else cache_places(self.key_layers)
+        kept: dict[int, tuple[Tensor, Tensor]] = {}
+        of_layers = None if layer_inputs is None else layer_inputs.unbind(-2)
 
         def call(layer: nn.Module, layer_plan: LayerPlan | None, i: int, state: State) -> State:
             options = shared.copy()
             if (turns := rotary[i] if isinstance(rotary, list) else rotary) is not None:
                 options["rotary"] = turns
+            if self.key_layers is not None:
+                options["kept"] = KeptKeys(kept, self.key_layers[i])
+            if of_layers is not None:
+                options["layer_input"] = of_layers[i]
             if layer_plan is not None and isinstance(layer, TransformerEncoderLayer):
                 if step is not None:
-                    options["cache"] = step.layer(i).self_attention
+                    options["cache"] = step.layer(places[i]).self_attention
                 if shape is not None:
                     options["shape"] = shape
                 return layer.compute(layer_plan, state, mask, key_padding_mask, is_causal, **options)
             if step is not None:
-                options["cache"] = step.layer(i)
+                options["cache"] = step.layer(places[i])
             # torch.nn's stack passes additive masks to its layers.
             options["src_mask"] = as_additive(mask, src.dtype)
             options["src_key_padding_mask"] = as_additive(key_padding_mask, src.dtype)
             return layer(state, is_causal=is_causal, **options)
 
         if rows is not None:
-            return _run(self, plan, rows, call).view(src.shape)
+            return run_layers(self, plan, rows, call).view(src.shape)
         if cache is None or step is None:
-            return _run(self, plan, src, call, zeroed)
+            return run_layers(self, plan, src, call, zeroed)
         # A cache records no graph, so gradients would be wrong: none are computed.
         with torch.no_grad():
-            out = _run(self, plan, src, call)
+            out = run_layers(self, plan, src, call)
         cache.commit(step)
         return out
 
@@ -408,7 +381,7 @@ class TransformerDecoder(Stack):
                 **options,
             )
 
-        return _run(self, plan, tgt, call)
+        return run_layers(self, plan, tgt, call)
 
     @torch.no_grad()
     def store_memory(

@@ -388,6 +388,16 @@ TRAININGS: dict[str, dict[str, Any]] = {
             "linear_conv_size": 3,
         },
     },
+    "layers that differ": {
+        "train_text": "a",
+        "model": {
+            "name": "gpt", "num_layers": 4, "num_heads": 4, "d_model": 96, "positions": "rotary", "window_size": 9,
+            "local_rotary_base": 300.0,
+            "window_layers": [True, False, True, False], "global_head_dim": 16, "global_num_kv_heads": 2,
+            "value_norm": True, "keys_as_values": True, "shared_kv_layers": 2, "shared_kv_d_ff": 50,
+            "layer_input_dim": 8, "layer_scalars": True,
+        },
+    },
     "parallel": {"train_text": "a", "model": {"name": "gpt", "parallel_residual": True, "shared_norm": True}},
     "pairs held out": {"train_tsv": "a", "held_out": "last"},
     "shards": {"train_data": "a", "shards_at_once": 7, "init_from": "b"},

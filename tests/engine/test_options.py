@@ -28,6 +28,7 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 WINDOWS = {"window_size": 5, "window_layers": (True, False, True)}
 LINEAR = {"linear_key_heads": 3, "linear_key_dim": 6, "linear_value_dim": 20, "linear_conv_size": 3}
+GLOBAL = {**WINDOWS, "local_rotary_base": 7.0}
 # Caps are small enough to bend what they cap.
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -59,13 +60,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "linear attention": {**LINEAR, "linear_layers": (True, False, True)},
     "linear attention, grouped": {**LINEAR, "linear_layers": (False, True, True), "linear_value_heads": 6},
     "linear attention, wide": {"linear_layers": (True, True, False), "linear_key_heads": 1, "linear_value_heads": 2},
+    "global heads": {**GLOBAL, "global_head_dim": 16, "global_num_kv_heads": 4},
+    "wide global heads": {**GLOBAL, "global_head_dim": 256, "global_num_kv_heads": 1},
+    "few pairs turn": {"rotary_scaling": {"kind": "proportional", "partial_rotary_factor": 0.5}},
+    "norms of values": {"value_norm": True},
+    "keys as values": {"keys_as_values": True, "window_size": 5, "window_layers": (True, False, False)},
+    "shared keys": {
+        "num_layers": 5,
+        "window_size": 5,
+        "window_layers": (True, False, True, True, False),
+        "shared_kv_layers": 3,
+        "shared_kv_d_ff": 88,
+    },
+    "keys of one layer": {"num_layers": 4, "shared_kv_layers": 3},
+    "inputs of layers": {"layer_input_dim": 40},
+    "scalars": {"layer_scalars": True},
 }
+GEMMA4 = ("global heads", "norms of heads", "norms of values", "keys as values", "norms on both sides",
+          "inputs of layers", "scalars", "few pairs turn")  # fmt: skip
 NOT_TOGETHER = [
     {"in parallel", "norms behind"}, {"in parallel", "norms on both sides"}, {"learned positions", "two rotations"},
     {"learned positions", "a part rotated"}, {"learned positions", "yarn"},
     {"learned positions", "some layers rotated"}, {"one norm for both", "norms behind"},
     {"one norm for both", "norms on both sides"}, {"one norm for both", "in parallel"},
     *map(set, itertools.combinations([name for name in OPTIONS if name.startswith("linear")], 2)),
+    *({name, other} for name in ("shared keys", "keys of one layer") for other in (
+        "windows of layers", "long windows", "two rotations", "some layers rotated", "global heads",
+        "wide global heads", "keys as values", "learned positions")),
+    {"shared keys", "keys of one layer"},
+    {"learned positions", "few pairs turn"}, {"learned positions", "global heads"},
+    {"learned positions", "wide global heads"}, {"gates with limits", "inputs of layers"},
+    {"many heads", "global heads"},
 ]  # fmt: skip
 FEW = [
     ("biases", "norms over heads", "norms behind"),
@@ -77,6 +102,9 @@ FEW = [
     ("many heads", "capped scores", "windows of layers"),
     ("sinks", "long windows", "gates with limits", "biases"),
     ("linear attention, wide", "gates of heads", "biases", "norms of heads", "a part rotated"),
+    GEMMA4,
+    (*GEMMA4[1:3], "shared keys", *GEMMA4[4:]),
+    ("wide global heads", "biases", "norms over heads", "inputs of layers"),
 ]
 PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in NOT_TOGETHER]
 # Of the error, as a share of how far the logits lie apart; fp32 besides twice that of the plain model in fp32.

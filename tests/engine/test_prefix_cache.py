@@ -13,7 +13,7 @@ from fastformer.generation.engines.cpp import pack
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension
 from tests.generation.small import needs_cpp
-from tests.generation.weights import drawn
+from tests.generation.weights import GEMMA4, drawn
 
 pytestmark = needs_cpp
 
@@ -50,18 +50,20 @@ def ids(dice: random.Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "threads", "cache_dtype"),
+    ("options", "precision", "threads", "cache_dtype"),
     [
-        ("fp32", 1, None),
-        ("bf16", 2, None),
-        ("int8", 3, None),
-        ("int4", 2, None),
-        ("fp32", 1, "int8"),
-        ("bf16", 2, "int8"),
+        ({}, "fp32", 1, None),
+        ({}, "bf16", 2, None),
+        ({}, "int8", 3, None),
+        ({}, "int4", 2, None),
+        ({}, "fp32", 1, "int8"),
+        ({}, "bf16", 2, "int8"),
+        (GEMMA4, "fp32", 2, None),
+        (GEMMA4, "int8", 2, "int8"),
     ],
 )
-def test_a_long_prefix_is_read_once_for_concurrent_and_later_prompts(precision, threads, cache_dtype) -> None:
-    packed, dice = packed_gpt(precision, max_len=1100, positions="rotary"), random.Random(0)
+def test_a_long_prefix_is_read_once_for_concurrent_and_later_prompts(options, precision, threads, cache_dtype) -> None:
+    packed, dice = packed_gpt(precision, max_len=1100, **{"positions": "rotary"} | options), random.Random(0)
     common = ids(dice, 1000)
     prompts = [common + ids(dice, 1 + i % 5 * 9) for i in range(16)]
     session = new_session(packed, 200, cache_dtype)

@@ -23,7 +23,8 @@ def drawn(kind: type[Transformer] | type[GPT], seed: int = 0, **options: Any) ->
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:
-            parameter.copy_(0.3 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
+            is_factor = "norm" in name and name.endswith("weight") or name.endswith("layer_scalar")
+            parameter.copy_(0.3 * noise + (1.0 if is_factor else 0.0))
         elif "position_bias" in name:
             parameter.copy_(noise)
         elif "embedding" in name:
@@ -33,6 +34,14 @@ def drawn(kind: type[Transformer] | type[GPT], seed: int = 0, **options: Any) ->
     return model
 
 
+# Layers of two kinds, the last two of which read the keys of others, with inputs of their own.
+GEMMA4: dict[str, Any] = {
+    "positions": "rotary", "norm": "rms", "activation": "geglu_tanh", "bias": False, "num_kv_heads": 2, "num_layers": 4,
+    "norm_placement": "both", "qk_norm": "head", "window_size": 4, "window_layers": (True, False, True, False),
+    "local_rotary_base": 70.0, "global_head_dim": 16, "global_num_kv_heads": 1, "value_norm": True,
+    "keys_as_values": True, "shared_kv_layers": 2, "shared_kv_d_ff": 104, "layer_input_dim": 6, "layer_scalars": True,
+    "rotary_scaling": {"kind": "proportional", "partial_rotary_factor": 0.25}, "attention_scale": 0.2,
+}  # fmt: skip
 # Each option of the configs away from its default at least once, and sizes that fill no vector and no panel. What only
 # decoder-only families have is in tests/engine/test_options.py.
 CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
@@ -70,6 +79,7 @@ CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
         GPT,
         {"positions": "rotary", "window_size": 5, "d_model": 108, "num_heads": 3, "rotary_base": 100.0},
     ),
+    "gemma 4": (GPT, GEMMA4),
     "gpt windows": (GPT, {"window_size": 4, "num_kv_heads": 1, "activation": "gelu_tanh", "layer_norm_eps": 1e-2}),
     "t5": (
         Transformer,

@@ -34,8 +34,8 @@ class _PlainGpt:
         routed: Callable[[Tensor], object],
     ) -> None:
         self.c, self.w, self.n, self.cached, self.routed = config, weights, length, cached, routed
-        self.kv_heads = config.num_kv_heads or config.num_heads
-        self.size = config.head_dim or config.d_model // config.num_heads
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.inputs: Tensor | None = None
 
     def linear(self, x: Tensor, name: str, separator: str = ".") -> Tensor:
         return F.linear(x, self.w[f"{name}{separator}weight"], self.w.get(f"{name}{separator}bias"))
@@ -48,10 +48,10 @@ class _PlainGpt:
 
     def turn(self, x: Tensor, local: bool) -> Tensor:
         """Rotates the first features of heads (seqlen, heads, size) as complex numbers."""
-        c = self.c
+        c, size = self.c, x.shape[-1]
         if c.positions != "rotary":
             return x
-        count = int(self.size * c.rotary_fraction)
+        count = int(size * c.rotary_fraction)
         is_local = local and c.local_rotary_base is not None
         base = c.local_rotary_base if is_local else c.rotary_base
         speed, scale = base ** (-torch.arange(count // 2, dtype=torch.float64) * 2 / count), 1.0
@@ -59,24 +59,35 @@ class _PlainGpt:
             speed, scale = c.rotary_scaling.speeds(count, base)
         angle = torch.arange(self.n, dtype=torch.float64)[:, None, None] * speed
         cos, sin = ((scale * part).to(x.dtype) for part in (angle.cos(), angle.sin()))
-        real, imaginary, rest = x.split([count // 2, count // 2, self.size - count], -1)
+        real, imaginary, rest = x.split([count // 2, count // 2, size - count], -1)
         return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin, rest], -1)
 
     def attend(self, x: Tensor, name: str, has_window: bool) -> Tensor:
-        c, n, size = self.c, self.n, self.size
-        if c.linear[int(name.split(".")[2])]:
+        c, n, layer = self.c, self.n, int(name.split(".")[2])
+        if c.linear[layer]:
             return self.mix(x, name)
-        q, k, v = self.linear(x, f"{name}.in_proj", "_").split(
-            [c.num_heads * size, self.kv_heads * size, self.kv_heads * size], -1
-        )
-        if c.qk_norm == "all":
-            q, k = self.norm(q, f"{name}.q_norm", True), self.norm(k, f"{name}.k_norm", True)
-        q, k, v = (t.reshape(n, -1, size) for t in (q, k, v))
-        if c.qk_norm == "head":
-            q, k = self.norm(q, f"{name}.q_norm", True), self.norm(k, f"{name}.k_norm", True)
-        if c.rotary_layers is None or c.rotary_layers[int(name.split(".")[2])]:
-            q, k = self.turn(q, has_window), self.turn(k, has_window)
-        k, v = (self.cached(t).repeat_interleave(c.num_heads // self.kv_heads, 1) for t in (k, v))
+        kv_heads, size = c.num_kv_heads or c.num_heads, c.head_dim or c.d_model // c.num_heads
+        if not has_window:
+            kv_heads, size = c.global_num_kv_heads or kv_heads, c.global_head_dim or size
+        rows = self.linear(x, f"{name}.in_proj", "_")
+        q, own = rows[:, : c.num_heads * size], rows[:, c.num_heads * size :]
+        is_shared = layer >= c.num_layers - c.shared_kv_layers
+        q = self.norm(q, f"{name}.q_norm", True) if c.qk_norm == "all" else q
+        q = q.reshape(n, -1, size)
+        q = self.norm(q, f"{name}.q_norm", True) if c.qk_norm == "head" else q
+        rotates = c.rotary_layers is None or c.rotary_layers[layer]
+        q = self.turn(q, has_window) if rotates else q
+        if is_shared:
+            k, v = self.kept[has_window]
+        else:
+            k, v = own[:, : kv_heads * size], own[:, -kv_heads * size :]
+            k = self.norm(k, f"{name}.k_norm", True) if c.qk_norm == "all" else k
+            k, v = k.reshape(n, -1, size), v.reshape(n, -1, size)
+            k = self.norm(k, f"{name}.k_norm", True) if c.qk_norm == "head" else k
+            v = v / torch.sqrt((v**2).mean(-1, keepdim=True) + c.layer_norm_eps) if c.value_norm else v
+            k = self.turn(k, has_window) if rotates else k
+            self.kept[has_window] = k, v = self.cached(k), self.cached(v)
+        k, v = (t.repeat_interleave(c.num_heads // kv_heads, 1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (c.attention_scale or size**-0.5)
         if c.attention_softcap is not None:
             scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
@@ -165,11 +176,27 @@ class _PlainGpt:
             even = torch.arange(0, c.d_model, 2, dtype=torch.float64)
             angle = torch.arange(self.n, dtype=torch.float64)[:, None] / 10000 ** (even / c.d_model)
             x = x + torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(x.dtype)
+        if c.layer_input_dim is not None:
+            shape = (self.n, c.num_layers, c.layer_input_dim)
+            own = F.linear(x, w["layer_embedding.projection.weight"]).view(shape) * c.d_model**-0.5
+            scale = torch.tensor(c.layer_input_dim**0.5, dtype=x.dtype)
+            table = w["layer_embedding.embedding.weight"][tokens].view(shape) * scale
+            self.inputs = (self.norm(own, "layer_embedding.norm", True) + table) * 0.5**0.5
         for i in range(c.num_layers):
-            x = self.layer(x, f"decoder.layers.{i}", self.has_window(i))
+            x = self.end(self.layer(x, f"decoder.layers.{i}", self.has_window(i)), i)
         output = w.get("output.weight", w["embedding.weight"])
         logits = F.linear(self.norm(x, "decoder.norm"), output, w.get("output_bias"))
         return logits if c.logit_softcap is None else c.logit_softcap * torch.tanh(logits / c.logit_softcap)
+
+    def end(self, x: Tensor, i: int) -> Tensor:
+        name = f"decoder.layers.{i}"
+        if self.inputs is not None:
+            gate, activation = self.linear(x, f"{name}.layer_input.gate"), self.c.activation
+            approximate = "tanh" if activation.endswith("_tanh") else "none"
+            gate = F.silu(gate) if activation in ("swiglu", "silu") else F.gelu(gate, approximate=approximate)
+            given = self.linear(gate * self.inputs[:, i], f"{name}.layer_input.projection")
+            x = x + self.norm(given, f"{name}.layer_input.norm", True)
+        return x * self.w[f"{name}.layer_scalar"] if self.c.layer_scalars else x
 
     def has_window(self, i: int) -> bool:
         return self.c.window_size is not None and (self.c.window_layers is None or self.c.window_layers[i])

@@ -26,6 +26,7 @@ from fastformer.generation.engines.base import (
     SearchingBatch,
     Selection,
 )
+from fastformer.generation.engines.cpp_layers import options_of_layers
 from fastformer.generation.engines.cpp_support import why_not_supported
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.evaluation import modules_of
@@ -151,17 +152,19 @@ class CppEngine(Engine):
     @property
     def token_bytes(self) -> int:
         """The bytes of a token's keys and values in all layers of the decoder."""
-        head_dim = self._attention.head_dim
+        size = 4 if self.precision == "fp32" else 2
         if self.cache_dtype == "int8":
-            return self._cached_heads * (head_dim + 4)  # with a scale
-        return self._cached_heads * head_dim * (4 if self.precision == "fp32" else 2)
+            return sum(2 * heads * (head_dim + 4) for heads, head_dim in self._cached_heads)  # with a scale
+        return sum(2 * heads * head_dim * size for heads, head_dim in self._cached_heads)
 
     @property
-    def _cached_heads(self) -> int:
-        """The number of key heads and value heads that a token has in the cache, over all layers."""
+    def _cached_heads(self) -> list[tuple[int, int]]:
+        """The number and the size of the key heads that a token has in the cache, for each layer that makes keys."""
         config = self._config
-        layers = config.linear.count(False) if isinstance(config, GPTConfig) else config.num_decoder_layers
-        return 2 * layers * self._attention.num_kv_heads
+        if not isinstance(config, GPTConfig):
+            return [(self._attention.num_kv_heads, self._attention.head_dim)] * config.num_decoder_layers
+        makers = range(config.num_layers - config.shared_kv_layers)
+        return [config.heads_of(config.windows[layer]) for layer in makers if not config.linear[layer]]
 
     def runs_searches(self) -> bool:
         """Returns True: batches advance greedy and beam searches themselves."""
@@ -223,7 +226,8 @@ class CppEngine(Engine):
 
     def open(self, max_rows: int, num_tokens: int) -> CppBatch:
         kind = CppBatch if self.has_states else DraftingCppBatch
-        most = (2**31 - 1) // (self._cached_heads * BLOCK_SIZE)  # the session counts places in 32 bits
+        # The session counts places in 32 bits.
+        most = (2**31 - 1) // (sum(2 * heads for heads, _ in self._cached_heads) * BLOCK_SIZE)
         blocks = min(max(1, -(-num_tokens // BLOCK_SIZE)), most)
         return kind(self, self._config.vocab_size, blocks * BLOCK_SIZE, self._shortlist)
 
@@ -398,7 +402,7 @@ def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
     return {
         **shared_options(model.config, _attending(model), _target_embedding(model), precision),
         "num_decoder_layers": len(layers),
-        **(_gpt_options(model.config) if isinstance(model, GPT) else _transformer_options(model)),
+        **(_gpt_options(model) if isinstance(model, GPT) else _transformer_options(model)),
     }
 
 
@@ -434,8 +438,11 @@ def _transformer_options(model: Transformer) -> dict[str, object]:
     }
 
 
-def _gpt_options(config: GPTConfig) -> dict[str, object]:
-    some: dict[str, object] = {}
+def _gpt_options(model: GPT) -> dict[str, object]:
+    config = model.config
+    some = options_of_layers(config)
+    if model.layer_embedding is not None:
+        some["layer_input_scale"] = model.layer_embedding.embedding.acting_scale
     if config.attention_scale is not None:
         some["attention_scale"] = config.attention_scale
     if config.num_experts is not None:
@@ -479,6 +486,9 @@ def named_tensors(model: Transformer | GPT) -> dict[str, Tensor]:
         norms = [name for name in tensors if ".norm1." in name]
         tensors |= {name.replace(".norm1.", ".norm2."): tensors[name] for name in norms}
     position = embedding.position
+    if isinstance(model, GPT) and (own := model.layer_embedding) is not None:
+        tensors |= {"layer_embedding": own.embedding.weight, "layer_projection.weight": own.projection.weight}
+        tensors["layer_projection_norm.weight"] = own.norm.weight
     if isinstance(model, Transformer):
         tensors |= {f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)}
         for side in ("source", "target"):
@@ -499,7 +509,10 @@ def named_tensors(model: Transformer | GPT) -> dict[str, Tensor]:
             for name in {f"decoder.{last}.{kind}" for kind in ("weight", "bias")} & tensors.keys():
                 tensors[name] = tensors[name].float() * model.config.d_model**-0.5
     elif model.rotary is not None:
-        tensors["cos"], tensors["sin"] = model.rotary.cos, model.rotary.sin
+        turning = slice(None)
+        if (scaling := model.config.scaling) is not None and scaling["kind"] == "proportional":
+            turning = slice(max(1, scaling.num_turning(model.config.global_rotary_dim)))
+        tensors["cos"], tensors["sin"] = model.rotary.cos[:, turning], model.rotary.sin[:, turning]
         if model.local_rotary is not None:
             tensors["local_cos"], tensors["local_sin"] = model.local_rotary.cos, model.local_rotary.sin
     elif position is not None:
@@ -559,7 +572,7 @@ def _in_parts(name: str, source: Stored, *, is_int4: bool) -> dict[str, Any]:
 
 
 def _is_looked_up(name: str) -> bool:
-    return name in ("source_embedding", "target_embedding", "source_positions", "source_types")
+    return name in ("source_embedding", "target_embedding", "source_positions", "source_types", "layer_embedding")
 
 
 def bias_by_distance(relative: RelativePositionBias, max_len: int, head_dim: int) -> Tensor:

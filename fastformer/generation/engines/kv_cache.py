@@ -106,8 +106,8 @@ class KVCacheBatch(Batch):
 
     def is_current(self) -> bool:
         # The model's dtype or its layers may have changed, and autocast may be on or off since.
-        current, new = self._cache.k, new_cache(self.model, 1, 1).k
-        return (current.dtype, current.shape[0], current.shape[2:]) == (new.dtype, new.shape[0], new.shape[2:])
+        current, new = self._cache, new_cache(self.model, 1, 1)
+        return (current.k.dtype, current.layer_heads) == (new.k.dtype, new.layer_heads)
 
     def free_tokens(self) -> int:
         return self._cache.free_blocks * self._cache.block_size
