@@ -62,11 +62,12 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             PegasusForConditionalGeneration, M2M100ForConditionalGeneration (an NLLB, too), T5ForConditionalGeneration
             (a MADLAD, too) or MT5ForConditionalGeneration; or a decoder: GPT2LMHeadModel; LlamaForCausalLM,
             MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
-            Olmo3ForCausalLM, CwmForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or
-            Gemma3ForCausalLM; GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM, OlmoeForCausalLM,
-            Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, GraniteMoeForCausalLM or GptOssForCausalLM; SmolLM3ForCausalLM,
-            GraniteForCausalLM, GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM, StableLmForCausalLM or
-            Exaone4ForCausalLM; Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM or Qwen3NextForCausalLM; or
+            Olmo3ForCausalLM, CwmForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM,
+            Gemma3ForCausalLM or Gemma4ForCausalLM; GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM,
+            OlmoeForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, GraniteMoeForCausalLM or GptOssForCausalLM;
+            SmolLM3ForCausalLM, GraniteForCausalLM, GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM,
+            StableLmForCausalLM or Exaone4ForCausalLM; Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM or
+            Qwen3NextForCausalLM; or
             an encoder, with the head that classifies texts or without one: BertModel and BertForSequenceClassification,
             and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT,
             NomicBert, Gte and EuroBert.

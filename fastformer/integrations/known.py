@@ -42,12 +42,15 @@ def replaced_in_sources(kinds: Iterable[type[nn.Module]]) -> str | None:
     """Says which function that classes look up in a module of transformers was replaced; None if none was.
 
     The modules are those that define the classes. A function, or a loss, of such a module is written in transformers,
-    in PyTorch or in Python's own library.
+    in PyTorch, in accelerate or in Python's own library.
     """
     names = {each.__module__ for kind in kinds for each in kind.__mro__}
-    folders = tuple(os.path.join(each.__path__[0], "") for each in (transformers, torch))
+    libraries = [transformers, torch, *(sys.modules[name] for name in ("accelerate",) if name in sys.modules)]
+    folders = tuple(os.path.join(each.__path__[0], "") for each in libraries)
     for source in sorted(name for name in names if name.startswith("transformers.models.")):
         for name, value in vars(sys.modules[source]).items():
+            while isinstance(value, functools._lru_cache_wrapper):
+                value = value.__wrapped__
             if name in _LOSSES:
                 is_own = value is getattr(nn, name)
             elif isinstance(value, FunctionType):

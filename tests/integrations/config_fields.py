@@ -77,6 +77,9 @@ BASES: dict[str, dict[str, Any]] = {
     # Before 5.22 the usual attention is "sdpa", which has no cap.
     "gemma2": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9, "attn_implementation": "eager"},
     "gemma3_text": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 9, "sliding_window_pattern": 2},
+    "gemma4_text": {**_GEMMA, "sliding_window": 5, "global_head_dim": 16, "hidden_size_per_layer_input": 6,
+                    "vocab_size_per_layer_input": 60, "num_hidden_layers": 7, "num_kv_shared_layers": 1,
+                    "layer_types": [*["sliding_attention"] * 5, "full_attention", "full_attention"]},
     "gpt_neox": {**_LLAMA, "num_attention_heads": 3},
     "starcoder2": {**_GROUPED, "sliding_window": 5},
     "mixtral": {**_GROUPED, "sliding_window": 5, "num_local_experts": 4},

@@ -77,10 +77,12 @@ class Case(NamedTuple):
             model = model.to(torch.float64 if is_exact else torch.float32).eval()
         torch.manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            scalars = [(name, each) for name, each in model.named_buffers() if name.endswith("layer_scalar")]
+            for name, parameter in [*model.named_parameters(), *scalars]:
                 is_norm = parameter.dim() == 1 and name.endswith("weight")
                 size = scale if parameter.dim() == 2 else 0.2
-                parameter.copy_(torch.randn(parameter.shape) * size + (1.0 if is_norm else 0.0))
+                is_near_one = is_norm or name.endswith("layer_scalar")
+                parameter.copy_(torch.randn(parameter.shape) * size + (1.0 if is_near_one else 0.0))
         return model
 
 
@@ -148,6 +150,9 @@ _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_h
            "rms_norm_eps": 0.01}  # fmt: skip
 _LINEAR_TYPES = ["linear_attention", "full_attention", "linear_attention"]
 _GEMMA = {"num_key_value_heads": 2, "head_dim": 10}
+_GEMMA4 = {"num_key_value_heads": 2, "head_dim": 6, "global_head_dim": 8, "hidden_size_per_layer_input": 6,
+           "vocab_size_per_layer_input": VOCAB, "sliding_window": 5, "num_hidden_layers": 5,
+           "layer_types": [*_TYPES, _TYPES[0], *_TYPES]}  # fmt: skip
 _LOCAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
           "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
 _YARN = {"full_attention": _ROPES["yarn"] | {"rope_theta": 500.0},
@@ -197,6 +202,13 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "two bases": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 10, "sliding_window_pattern": 2},
         "linear": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": _TYPES,
                    "rope_parameters": _LOCAL, "final_logit_softcapping": 3.0},
+    },
+    "gemma4_text": {
+        "shared keys": {**_GEMMA4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "attention_bias": True,
+                        "final_logit_softcapping": 3.0},
+        "keys as values": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3,
+                           "hidden_activation": "silu", "tie_word_embeddings": False},
+        "one kind of layers": {**_GEMMA4, "layer_types": ["full_attention"] * 5, "hidden_size_per_layer_input": 0},
     },
     "gpt_neox": {
         "parallel": {"num_attention_heads": 2, "rotary_pct": 0.5},
@@ -276,6 +288,25 @@ CASES = {
 }
 
 
+def _gemma4(
+    kind: str, rng: random.Random, types: list[str], kv_heads: tuple[int, ...], head_dim: int, window: int
+) -> dict[str, Any]:
+    """Draws the options of a Gemma 4 with layers of these types; none for other families."""
+    if kind != "gemma4_text":
+        return {}
+    flip = lambda: rng.random() < 0.5  # noqa: E731
+    part = rng.choice((0.25, 0.5, 1.0))
+    full = {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": 700.0}
+    return {
+        "num_hidden_layers": len(types), "layer_types": types, "head_dim": head_dim, "sliding_window": window,
+        "global_head_dim": 2 * rng.randint(2, 8), "num_kv_shared_layers": rng.choice((0, len(types) - 2)),
+        "attention_k_eq_v": flip(), "num_global_key_value_heads": rng.choice((None, *kv_heads)),
+        "hidden_size_per_layer_input": rng.choice((3, 8)), "vocab_size_per_layer_input": VOCAB,
+        "use_double_wide_mlp": flip(), "final_logit_softcapping": rng.choice((None, 2.5)),
+        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
+    }  # fmt: skip
+
+
 def drawn(kind: str, seed: int) -> Case:
     """Draws a config of a family with random options and 96 positions."""
     rng = random.Random(f"{kind} {seed}")
@@ -345,6 +376,7 @@ def drawn(kind: str, seed: int) -> Case:
             options |= {"decoder_sparse_step": rng.randint(1, min(2, depth)), "mlp_only_layers": [0][: depth - 1]}
         if "moe_intermediate_size" in FIELDS[kind]:
             options |= _SHARED if "shared_expert_intermediate_size" in FIELDS[kind] else _MOE
+    options |= _gemma4(kind, rng, [*_TYPES, *types, "full_attention"], (1, kv, heads), head_dim, window)
     if kind == "smollm3":
         options["no_rope_layers"] = [rng.randrange(2) for _ in range(depth)]
     if kind == "granitemoehybrid":

@@ -33,7 +33,8 @@ from tests.nn.comparing import assert_same
 FAST = ("gpt2 untied", "llama grouped heads")
 # One of each of the others, without the rounding of fp32.
 EXACT = ("llama yarn rope", "mistral window", "qwen2 windows", "qwen3 wide heads", "olmo3 yarn", "phi3 longrope",
-         "gemma untied", "gemma2 capped", "gemma3_text linear", "gpt_neox parallel", "starcoder2 window",
+         "gemma untied", "gemma2 capped", "gemma3_text linear", "gemma4_text shared keys", "gpt_neox parallel",
+         "starcoder2 window",
          "mixtral window", "granitemoe factors", "olmoe three of five", "qwen2_moe shared, one layer dense",
          "qwen3_moe every other layer",
          "smollm3 windows", "granite factors", "phi tied", "stablelm parallel", "cwm windows",

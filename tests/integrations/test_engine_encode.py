@@ -214,7 +214,7 @@ def decoder_of(kind: str, end: str = "Model", **options: Any) -> Any:
     [
         pytest.param(kind, marks=() if kind in ("qwen3", "llama", "gemma3_text") else pytest.mark.slow)
         for kind in DECODER_FORMS
-        if kind not in ("gpt2", "gpt_neox", "phi")
+        if kind not in ("gpt2", "gpt_neox", "phi", "gemma4_text")
     ],
 )
 def test_a_decoder_embeds_without_a_cache(kind: str, side: str, calls: list[int]) -> None:
@@ -233,6 +233,17 @@ def test_a_decoder_embeds_without_a_cache(kind: str, side: str, calls: list[int]
         ours(**batch, use_cache=True)
         assert type(ours(**batch, use_cache=False, return_dict=False)) is tuple
     assert calls == [2]
+
+
+def test_a_decoder_whose_layers_share_keys_stays_with_transformers(calls: list[int]) -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    options = {"num_hidden_layers": 4, "layer_types": types, "num_kv_shared_layers": 2, "sliding_window": 4}
+    plain = decoder_of("gemma4_text", **options, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=6)
+    ours, batch = accelerate(copy.deepcopy(plain)), {"input_ids": torch.tensor([[5, 6, 7, 9, 4, 8, 3]])}
+    with torch.no_grad():
+        found, expected = (model(**batch, use_cache=False).last_hidden_state for model in (ours, plain))
+    torch.testing.assert_close(found, expected)
+    assert calls == [0]
 
 
 def test_a_decoder_inside_of_one_that_generates_stays_by_its_modules(calls: list[int]) -> None:

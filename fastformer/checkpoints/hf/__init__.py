@@ -16,6 +16,7 @@ from fastformer.checkpoints.hf import (
     encoder_tokenizers,
     eurobert,
     gemma,
+    gemma4,
     gpt2,
     llama,
     llama_kin,
@@ -44,6 +45,7 @@ DECODER_FORMS: dict[str, Form] = {
     "gpt2": gpt2.FORM,
     **llama.FORMS,
     **gemma.FORMS,
+    **gemma4.FORMS,
     **neox.FORMS,
     **mixtures.FORMS,
     **llama_kin.FORMS,
@@ -120,6 +122,7 @@ _FAMILIES = {
     "qwen3_5_text": _decoder("qwen3_5_text", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "qwen3_5"),
     "qwen3_5_moe_text": _decoder("qwen3_5_moe_text", "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", "qwen3_5_moe"),
     "gemma3_text": _decoder("gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM", "gemma3"),
+    "gemma4_text": _decoder("gemma4_text", "Gemma4TextConfig", "Gemma4ForCausalLM", "gemma4"),
     "bert": _encoder("bert", "ForPreTraining"),
     **{kind: _encoder(kind) for kind in _ENCODERS},
     "electra": _encoder("electra", "ForPreTraining"),
@@ -158,9 +161,10 @@ UNSUPPORTED = {
     "roformer": "RoFormer rotates neighbouring features",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "DeepSeek compresses keys and values"),
     **dict.fromkeys(
-        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
-        "Gemma 3n and 4 have embeddings for each layer, and layers that share keys and values",
+        ("gemma3n", "gemma3n_text"),
+        "Gemma 3n predicts and corrects several streams of states in each layer",
     ),
+    "gemma4": "Gemma 4 with pictures and sounds has encoders for them (its text model alone is a gemma4_text)",
     "gemma3": "Gemma 3 with pictures has an encoder for them (its text model alone is a gemma3_text)",
 }
 _KINDS_OF_LAYERS = ("layer_types", "layers_block_type")  # settings with an entry for each layer

@@ -73,7 +73,7 @@ THEIR_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "s
 
 
 # The model_type of the text in models that see pictures, too, and whose text a model here computes.
-_WITH_PICTURES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+_WITH_PICTURES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma4": "gemma4_text"}
 
 
 class Checkpoint(NamedTuple):

@@ -213,9 +213,10 @@ def parts_of(name: str, tensor: Tensor, config: GPTConfig | BERTConfig, count: i
             return tensor.split(values)
         z = values * config.linear_value_dim
         return tensor.split([len(tensor) - z, z])
-    head_dim = config.size_of_head
-    kv = (config.num_kv_heads or config.num_heads) * head_dim
-    return tensor.split([config.num_heads * head_dim, kv, kv])
+    kv_heads, head_dim = config.num_kv_heads or config.num_heads, config.size_of_head
+    if isinstance(config, GPTConfig):
+        kv_heads, head_dim = config.heads_of(config.windows[int(name.split(".")[2])])
+    return tensor.split([config.num_heads * head_dim, *[kv_heads * head_dim] * (count - 1)])
 
 
 class MisfitError(ValueError):

@@ -69,6 +69,9 @@ FIELDS: dict[str, frozenset[str]] = {
         "gemma": _GEMMA,
         "gemma2": _GEMMA2,
         "gemma3_text": _GEMMA2,
+        "gemma4_text": f"{_GEMMA} hidden_activation sliding_window layer_types final_logit_softcapping "
+        "per_layer_config vocab_size_per_layer_input hidden_size_per_layer_input attention_k_eq_v num_kv_shared_layers "
+        "enable_moe_block use_double_wide_mlp num_experts top_k_experts moe_intermediate_size",
         "gpt_neox": f"{_ALL} {_LAYERS} hidden_act attention_dropout hidden_dropout classifier_dropout "
         "initializer_range layer_norm_eps use_cache use_parallel_residual rope_parameters attention_bias is_decoder",
         "smollm3": f"{_LLAMA} use_sliding_window sliding_window layer_types no_rope_layers no_rope_layer_interval "
@@ -137,7 +140,7 @@ _IDS: dict[str, Mapping[str, int | list[int]]] = {
     "cwm": {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
     **dict.fromkeys(("gpt2", "starcoder2"), {"eos_token_id": 50256}),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), {"pad_token_id": 1, "eos_token_id": 50279}),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), {"pad_token_id": 0, "eos_token_id": 1}),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), {"pad_token_id": 0, "eos_token_id": 1}),
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA_IDS),
     "phi3": {"pad_token_id": 32000, "eos_token_id": 32000},
     "albert": {"bos_token_id": 2, "eos_token_id": 3},

@@ -15,8 +15,8 @@ from fastformer.checkpoints.hf.fields import BIDIRECTIONAL
 from fastformer.checkpoints.hf.llama import MODULES, QK_NORMS, Variant, all_but_each
 from fastformer.models import GPTConfig
 
-_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "silu": "swiglu", "swish": "swiglu"}
-_FOUR_NORMS = {
+ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "silu": "swiglu", "swish": "swiglu"}
+FOUR_NORMS = {
     **MODULES,
     "norm2": ("pre_feedforward_layernorm",),
     "post_norm1": ("post_attention_layernorm",),
@@ -92,7 +92,7 @@ _GEMMA: dict[str, Any] = {
     "biases": ("attention_bias", "attention_bias", False),
     "usual": {"head_dim": 256, "num_key_value_heads": 16},
     "grows": False,
-    "activations": _ACTIVATIONS,
+    "activations": ACTIVATIONS,
     "is_tied": True,
     "convert": _with_one,
     "revert": _without_one,
@@ -101,7 +101,7 @@ _NEWER: dict[str, Any] = {
     **_GEMMA,
     "fixed": {"norm": "rms", "norm_placement": "both"},
     "usual": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256},
-    "modules": _FOUR_NORMS,
+    "modules": FOUR_NORMS,
     "even_heads": True,
     "activation_settings": ("hidden_activation",),
 }
@@ -115,7 +115,7 @@ VARIANTS = (
         more_settings=lambda config: {**_settings(config), "hidden_act": "gelu_pytorch_tanh"},
         free=_FREE[:1],
         # The first Gemma alone means the approximation by this name.
-        **{**_GEMMA, "activations": {**_ACTIVATIONS, "gelu": "geglu_tanh"}},
+        **{**_GEMMA, "activations": {**ACTIVATIONS, "gelu": "geglu_tanh"}},
     ),
     Variant(
         "gemma2",
@@ -135,7 +135,7 @@ VARIANTS = (
         more=_gemma3,
         more_settings=_capped_settings,
         free=_FREE,
-        **{**_NEWER, "modules": {**_FOUR_NORMS, **QK_NORMS}, "fixed": {**_NEWER["fixed"], "qk_norm": "head"}},
+        **{**_NEWER, "modules": {**FOUR_NORMS, **QK_NORMS}, "fixed": {**_NEWER["fixed"], "qk_norm": "head"}},
     ),
 )
 FORMS = {variant.kind: variant.form for variant in VARIANTS}

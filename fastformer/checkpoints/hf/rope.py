@@ -13,7 +13,7 @@ from typing import Any
 from fastformer.models import BERTConfig, GPTConfig
 from fastformer.models.rotary_scaling import RotaryScaling
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 ROPE_NAMES = ("rope_theta", "partial_rotary_factor")
 _LENGTH = "original_max_position_embeddings"
 _NAMES = ("type", "rope_type", *ROPE_NAMES)
@@ -57,6 +57,9 @@ def read_rope(
         raise ValueError(f"expected a rope_type in {KINDS}, got {kind!r}")
     if kind == "default":
         return options
+    if kind == "proportional":  # which rotates whole heads, most pairs by 0
+        scaling = {"partial_rotary_factor": part, **{name: rope[name] for name in ("factor",) if name in rope}}
+        return {"rotary_base": options["rotary_base"], "rotary_scaling": {"kind": kind, **scaling}}
     limit = settings.get("max_position_embeddings")
     scaling = {name: value for name, value in rope.items() if name not in _NAMES and value is not None}
     if kind == "linear":
@@ -190,6 +193,8 @@ def write_rope(
         del scaling[_LENGTH]
     own = getattr(config, "rotary_fraction", 1.0)
     partial = {} if own == fraction == 1.0 else {"partial_rotary_factor": own}
+    if kind == "proportional":
+        partial = {}  # the part is one of the scaling's parameters
     parameters = {"rope_type": kind, "rope_theta": base, **scaling, **partial}
     written: dict[str, Any] = {"rope_theta": base, **partial}
     if kind == "longrope":  # Phi-3 expects these three entries, under this name
