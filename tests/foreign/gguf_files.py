@@ -92,6 +92,33 @@ def _pieces(folder: Path, pre: str) -> Any:
     return lambda text: {"input_ids": [1, *processor.encode(text)]}
 
 
+def _merged(folder: Path, pre: str) -> Any:
+    """A BPE of characters, with ▁ for spaces and bytes for what it lacks, as Gemma 4 has it."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
+    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[*special, *(f"<0x{byte:02X}>" for byte in range(256))], show_progress=False
+    )
+    backend.train_from_iterator([*ENGLISH, "1 2 3", "a\n\nb"], trainer)
+    values = json.loads(backend.to_str())
+    # Bytes are tokens of the model alone.
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] in special]
+    backend = Tokenizer.from_str(json.dumps(values))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", 2)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>",
+        extra_special_tokens=["<|turn>", "<turn|>"],
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 def _roberta(folder: Path, pre: str) -> Any:
     folder.mkdir()
     byte_level(["<s>", "<pad>", "</s>", "<unk>", "<mask>"]).save_model(str(folder))
@@ -115,6 +142,11 @@ _GEMMA = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Two value heads for each key head, which the converter orders by their places behind a key head.
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+    "head_dim": 32,
+}  # fmt: skip
 CASES: dict[str, Case] = {
     "llama": ("Llama", {**_GROUPED, "rope_parameters": _SCALING}, _bpe, "llama-bpe", "q8_0"),
     "mistral": ("Mistral", {**_GROUPED, "sliding_window": None, "head_dim": 16}, _pieces, "default", "f16"),
@@ -150,6 +182,16 @@ CASES: dict[str, Case] = {
     "olmoe": ("Olmoe", {**_GROUPED, **_EXPERTS, "num_experts": 4}, _bpe, "olmo", "f16"),
     "gptoss": ("GptOss", {**_GROUPED, **_EXPERTS, "num_local_experts": 4, "head_dim": 16, "sliding_window": 4,
                           "rope_parameters": _YARN, "experts_implementation": "eager"}, _bpe, "gpt-4o", "mxfp4"),
+    "gemma4": ("Gemma4", {**_GROUPED, "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32,
+                          "sliding_window": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+                          "vocab_size_per_layer_input": 347, "hidden_size_per_layer_input": 32,
+                          "layer_types": ["sliding_attention", "full_attention"] * 3, "bos_token_id": 2,
+                          "final_logit_softcapping": 3.0}, _merged, "gemma4", "q8_0"),
+    "qwen35": ("Qwen3_5", {**_GROUPED, **_DELTA, "num_hidden_layers": 4}, _bpe, "qwen2", "q8_0"),
+    "qwen35moe": ("Qwen3_5Moe", {**_GROUPED, **_DELTA, **_EXPERTS, "num_experts": 4,
+                                 "layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 32,
+                                 "shared_expert_intermediate_size": 64, "experts_implementation": "eager"}, _bpe,
+                  "qwen2", "q8_0"),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64}, _bpe, "gpt-2", "q8_0"),
     "roberta": ("Roberta", {**_SIZES, "type_vocab_size": 1}, _roberta, "roberta-bpe", "q8_0"),
     "bert": ("Bert", _SIZES, _words, "bert-bge", "f16"),
@@ -176,12 +218,15 @@ def _rounded(model: Any, kind: str) -> None:
         for name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and name.endswith("weight") and "Gemma" not in type(model).__name__
             drawn = torch.randn(parameter.shape) * (0.3 if parameter.dim() >= 2 else 0.2) + is_norm
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and "conv1d" not in name:  # of which a file has fp32
                 turned = drawn.t().contiguous() if "GPT2" in type(model).__name__ and ".h." in name else drawn
                 data = gguf.quants.quantize(turned.numpy(), kinds[kind])
                 rounded = torch.from_numpy(gguf.quants.dequantize(data, kinds[kind]).copy())
                 drawn = rounded.t() if turned is not drawn else rounded
             parameter.copy_(drawn)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
 
 
 def write(name: str, case: Case) -> dict[str, Any]:
@@ -191,7 +236,9 @@ def write(name: str, case: Case) -> dict[str, Any]:
         path = Path(folder) / name
         tokenizer = make_tokenizer(path, pre)
         size = 344 if make_tokenizer is _pieces else len(tokenizer)
-        config_class = getattr(transformers, f"{kind}{'TextConfig' if kind == 'Gemma3' else 'Config'}")
+        config_class = getattr(
+            transformers, f"{kind}{'TextConfig' if kind in ('Gemma3', 'Gemma4', 'Qwen3_5', 'Qwen3_5Moe') else 'Config'}"
+        )
         ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 3} if make_tokenizer is _bpe else {}
         config = config_class(vocab_size=size, **{**ids, **settings})
         ends = {"Bert": "Model", "Roberta": "Model", "GPT2": "LMHeadModel"}
@@ -201,7 +248,8 @@ def write(name: str, case: Case) -> dict[str, Any]:
         if out == "mxfp4":
             to_mxfp4(path, model)
             out = "f16"  # of the other matrices
-        sys.argv = ["convert", str(path), "--outfile", str(FOLDER / f"{name}.gguf"), "--outtype", out]
+        flags = ["--no-mtp"] if kind.startswith("Qwen3_5") else []  # the model has no heads for further tokens
+        sys.argv = ["convert", str(path), "--outfile", str(FOLDER / f"{name}.gguf"), "--outtype", out, *flags]
         _convert(pre)
         texts = odd_texts(20)
         with torch.inference_mode():

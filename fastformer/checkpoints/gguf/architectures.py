@@ -23,6 +23,16 @@ _SHARED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
+_GEMMA4 = {
+    **_GEMMA2, **_QK_NORMS, "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm":
+    "post_per_layer_input_norm", "layer_output_scale": "layer_scalar",
+}  # fmt: skip
+_DELTA = {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d", "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
 _PHI2 = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.dense", "attn_norm": "input_layernorm", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
@@ -81,9 +91,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi2": Architecture("phi", _PHI2, {**_GLOBAL, "output_norm": "model.final_layernorm"}, is_written=False),
     "stablelm": Architecture("stablelm", _LLAMA, is_written=False),
     "qwen3": Architecture("qwen3", {**_LLAMA, **_QK_NORMS}),
+    "qwen35": Architecture("qwen3_5_text", {**_LLAMA, **_QK_NORMS, **_DELTA}, norms_have_one=True, is_written=False),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", {**_ROUTED, **_SHARED, **_QK_NORMS, **_DELTA}, norms_have_one=True,
+        experts=_QWEN_EXPERTS, is_written=False,
+    ),
     "gemma": Architecture("gemma", _LLAMA, norms_have_one=True),
     "gemma2": Architecture("gemma2", _GEMMA2, norms_have_one=True),
     "gemma3": Architecture("gemma3_text", {**_GEMMA2, **_QK_NORMS}, norms_have_one=True),
+    "gemma4": Architecture(
+        "gemma4_text",
+        _GEMMA4,
+        {**_GLOBAL, "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj":
+         "model.per_layer_model_projection", "per_layer_proj_norm": "model.per_layer_projection_norm"},
+        is_written=False,
+    ),
     "phi3": Architecture("phi3", {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "olmo2": Architecture("olmo2", {**_ATTENTION, **_GATED, **_POST, **_QK_NORMS}),
     "starcoder2": Architecture(

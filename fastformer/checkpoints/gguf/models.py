@@ -2,7 +2,7 @@
 
 llama.cpp stores the numbers of a family as they are, with these exceptions. In a "llama", the rows of the projections
 to queries and keys are in another order, that of rotations of neighbours. The norms of a Gemma are stored plus 1. The
-scaling of rotary positions may be a tensor of divisors.
+scaling of rotary positions may be a tensor of divisors. `linear_attention.py` has those of Qwen3.5.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor
 from fastformer.checkpoints.gguf.architectures import ARCHITECTURES, GPT2_SETTINGS, MIXTRAL, SETTINGS, Architecture
 from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
 from fastformer.checkpoints.gguf.file import GGUF, Stored, first_value, read_gguf
+from fastformer.checkpoints.gguf.gemma4 import gemma4_settings
+from fastformer.checkpoints.gguf.linear_attention import BARE, linear_settings, linear_tensors
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
 from fastformer.checkpoints.hf import FAMILIES, encoding_family
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
@@ -33,6 +35,7 @@ from fastformer.models.weights import check_finite
 from fastformer.special_ids import SpecialIds
 
 _ARCHITECTURE = "general.architecture"
+_FURTHER = "nextn_predict_layers"  # behind the others: they predict further tokens, which the family doesn't read
 _ENCODERS = ("bert", "nomic-bert")
 _LENGTH = "original_max_position_embeddings"
 _ROPE = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -99,7 +102,7 @@ def load_file(
         else:
             settings = _settings(file, values, vocabulary)
             architecture = values.architecture
-            state, kind = _state(file, values, architecture), architecture.kind
+            state, kind = _state(file, values, architecture, settings), architecture.kind
             family = FAMILIES[kind]
             if values.raw("attention.causal") is False and not is_encoder:
                 if not encodes:
@@ -195,7 +198,7 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         "bos_token_id": ids.get("bos"),
         "eos_token_id": vocabulary.ends,
         "pad_token_id": ids.get("padding"),
-        **values.settings(GPT2_SETTINGS if name == "gpt2" else SETTINGS),
+        **({} if name == "gemma4" else values.settings(GPT2_SETTINGS if name == "gpt2" else SETTINGS)),
     }
     count = values.number("expert_count", 0)
     if bool(count) != bool(architecture.experts):
@@ -203,10 +206,17 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
     check_depth("num_hidden_layers", values.number("block_count"), len(file.tensors), file.path)
     if name == "bert":
         return settings | _bert_settings(file, values, vocabulary)
+    if name == "gemma4":
+        divisors = None if (found := file.tensors.get(_ROPE[0])) is None else _numbers(found)
+        return settings | gemma4_settings(file, values, divisors)
     eps = _EPS.get(name, "rms_norm_eps")
     settings[eps] = values.number(f"attention.layer_norm_{'rms_' if eps == 'rms_norm_eps' else ''}epsilon")
     if name == "gpt2":
         return settings
+    if values.raw(_FURTHER):
+        settings["num_hidden_layers"] -= int(values.number(_FURTHER))
+    if "ssm_out" in architecture.layer:
+        settings |= linear_settings(values, settings["num_hidden_layers"])
     if settings.get("sliding_window") == 0:
         del settings["sliding_window"]
     # Families may have other usual values.
@@ -224,7 +234,7 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
             flag: any(key.endswith(f"{part}.bias") for key in file.tensors)
             for flag, part in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up"))
         }
-    elif name.startswith("qwen") or name == "smollm3":
+    elif name in ("qwen2", "qwen2moe", "qwen3", "qwen3moe", "smollm3"):
         settings["use_sliding_window"] = "sliding_window" in settings
     elif name.startswith("granite"):
         settings |= {"attention_multiplier": settings["head_dim"] ** -0.5, **values.settings(_GRANITE)}
@@ -240,16 +250,18 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
 def _expert_settings(file: GGUF, values: _Values) -> dict[str, Any]:
     """Returns the settings about experts."""
     name, kind = values.name, values.architecture.kind
-    total = "num_experts" if kind in ("olmoe", "qwen2_moe", "qwen3_moe") else "num_local_experts"
+    total = "num_experts" if kind.startswith(("olmoe", "qwen")) else "num_local_experts"
     counts = {total: "expert_count", "num_experts_per_tok": "expert_used_count"}
     settings: dict[str, Any] = {setting: values.number(key) for setting, key in counts.items()}
     if name == "gpt-oss":
         settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if name in ("qwen2moe", "qwen3moe"):
+    if name in ("qwen2moe", "qwen3moe", "qwen35moe"):
         settings["moe_intermediate_size"] = _size_of(file, "blk.0.ffn_gate_exps.weight", 1)
+    if name in ("qwen2moe", "qwen3moe"):
         settings["norm_topk_prob"] = name == "qwen3moe"
-    if name == "qwen2moe":
+    if name in ("qwen2moe", "qwen35moe"):
         settings["shared_expert_intermediate_size"] = _size_of(file, "blk.0.ffn_gate_shexp.weight", 0)
+    if name == "qwen2moe":
         settings["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
     scale = values.number("expert_weights_scale", 1.0)
     if scale not in (0.0, 1.0):
@@ -350,15 +362,18 @@ def _numbers(stored: Stored) -> Tensor:
     return numbers(stored.kind, stored.shape, stored.data)
 
 
-def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str, Tensor]:
+def _state(file: GGUF, values: _Values, architecture: Architecture, settings: dict[str, Any]) -> dict[str, Tensor]:
     """Returns the tensors under the names of the family, with its numbers."""
     heads = int(values.number("attention.head_count"))
-    kv_heads = int(values.number("attention.head_count_kv", heads))
+    kv_heads = 0 if values.name == "gemma4" else int(values.number("attention.head_count_kv", heads))
     state: dict[str, Tensor] = {}
+    own_of = linear_tensors(settings) if "linear_num_key_heads" in settings else None
     for name in file.tensors:
         if name in _ROPE:
             continue
         layer, stem, kind = _parts(name)
+        if layer is not None and values.raw(_FURTHER) and int(layer) >= settings["num_hidden_layers"]:
+            continue  # predicts further tokens
         prefix = "" if layer is None else f"{architecture.prefix}{layer}."
         tensor: Any = _tensor(file, name)
         if (matrix := architecture.experts.get(stem)) is not None and tensor.dim() == (2 if kind == "bias" else 3):
@@ -367,7 +382,7 @@ def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str,
             continue
         if stem == "ffn_gate_inp_shexp" and tensor.dim() == 1:
             tensor = tensor[None]
-        parts = {stem: tensor}
+        parts = {stem: tensor if own_of is None else own_of(stem, tensor)}
         if stem == "attn_qkv" and "attn_qkv" not in architecture.layer:
             head = len(tensor) // (heads + 2 * kv_heads)
             sizes = [heads * head, kv_heads * head, kv_heads * head]
@@ -377,20 +392,20 @@ def _state(file: GGUF, values: _Values, architecture: Architecture) -> dict[str,
         for part, own in parts.items():
             if architecture.is_permuted and part in ("attn_q", "attn_k"):
                 own = _unpermuted(own, heads if part == "attn_q" else kv_heads, name)
-            if architecture.norms_have_one and part.endswith("norm"):
+            if architecture.norms_have_one and part.endswith("norm") and part != "ssm_norm":
                 own = own.double() - 1  # exact, and so is the sum of the family
             if architecture.is_turned and layer is not None and own.dim() == 2:
                 own = own.t()
             place = (architecture.places if layer is None else architecture.layer).get(part)
-            end = "" if part == "attn_sinks" else f".{kind}"
+            end = "" if part in ("attn_sinks", "layer_output_scale", *BARE) else f".{kind}"
             state[name if place is None else f"{prefix}{place}{end}"] = own
     return state
 
 
 def _parts(name: str) -> tuple[str | None, str, str]:
     """Returns the number of the layer, the module, and whether it is a weight or a bias."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    return (None, name, "") if match is None else (match[1], match[2], match[3])
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?", name)
+    return (None, name, "") if match is None else (match[1], match[2], match[3] or "")
 
 
 def _tensor(file: GGUF, name: str) -> Tensor:
