@@ -170,18 +170,17 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
         return F.pad(x.to(decay.dtype).transpose(1, 2), (0, 0, 0, rest)).unflatten(2, (-1, size))
 
     q, k, v, log, beta = map(in_chunks, (q, k, v, decay[..., None], beta[..., None]))
-    log = log.cumsum(-2)  # of the decay from the beginning of the chunk on, the token's own included
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    between = (log - log.transpose(-1, -2)).masked_fill(later, -torch.inf).exp()  # from token j to i
-    written = torch.cat([v, k * log.exp()], -1) * beta
+    # From token j to i. Differences of one sum would have lost the digits of small decays behind large ones.
+    between = log.expand(*log.shape[:-1], size).tril(-1).cumsum(-2).exp().tril()
+    before = log.cumsum(-2).exp()  # from the beginning of the chunk on, the token's own included
+    written = torch.cat([v, k * before], -1) * beta
     system = (k * beta) @ k.transpose(-1, -2) * between
     # What each token writes: the first part, less the product of the second with the chunk's first state.
     values, from_state = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], -1
     )
-    scores, q = q @ k.transpose(-1, -2) * between, q * log.exp()
-    end = log[..., -1:, :]
-    k, end = (k * (end - log).exp()).transpose(-1, -2), end.exp()
+    scores, q = q @ k.transpose(-1, -2) * between, q * before
+    k, end = k.transpose(-1, -2) * between[..., -1:, :], before[..., -1:, :]
     state = v.new_zeros(batch, heads, k.shape[-2], v.shape[-1])
     outputs = []
     for i in range(v.shape[2]):
