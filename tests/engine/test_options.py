@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_layers": 5,
         "window_size": 5,
         "window_layers": (True, False, True, True, False),
-        "shared_kv_layers": 3,
+        "shared_kv_layers": 2,
         "shared_kv_d_ff": 88,
     },
     "keys of one layer": {"num_layers": 4, "shared_kv_layers": 3},

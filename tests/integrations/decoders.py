@@ -151,8 +151,8 @@ _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_h
 _LINEAR_TYPES = ["linear_attention", "full_attention", "linear_attention"]
 _GEMMA = {"num_key_value_heads": 2, "head_dim": 10}
 _GEMMA4 = {"num_key_value_heads": 2, "head_dim": 6, "global_head_dim": 8, "hidden_size_per_layer_input": 6,
-           "vocab_size_per_layer_input": VOCAB, "sliding_window": 5, "num_hidden_layers": 5,
-           "layer_types": [*_TYPES, _TYPES[0], *_TYPES]}  # fmt: skip
+           "vocab_size_per_layer_input": VOCAB, "sliding_window": 5, "num_hidden_layers": 4,
+           "layer_types": ["full_attention", *_TYPES, "full_attention"]}  # fmt: skip
 _LOCAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
           "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
 _YARN = {"full_attention": _ROPES["yarn"] | {"rope_theta": 500.0},
@@ -204,11 +204,11 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
                    "rope_parameters": _LOCAL, "final_logit_softcapping": 3.0},
     },
     "gemma4_text": {
-        "shared keys": {**_GEMMA4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "attention_bias": True,
+        "shared keys": {**_GEMMA4, "num_kv_shared_layers": 1, "use_double_wide_mlp": True, "attention_bias": True,
                         "final_logit_softcapping": 3.0},
         "keys as values": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3,
                            "hidden_activation": "silu", "tie_word_embeddings": False},
-        "one kind of layers": {**_GEMMA4, "layer_types": ["full_attention"] * 5, "hidden_size_per_layer_input": 0},
+        "one kind of layers": {**_GEMMA4, "layer_types": ["full_attention"] * 4, "hidden_size_per_layer_input": 0},
     },
     "gpt_neox": {
         "parallel": {"num_attention_heads": 2, "rotary_pct": 0.5},
@@ -299,7 +299,7 @@ def _gemma4(
     full = {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": 700.0}
     return {
         "num_hidden_layers": len(types), "layer_types": types, "head_dim": head_dim, "sliding_window": window,
-        "global_head_dim": 2 * rng.randint(2, 8), "num_kv_shared_layers": rng.choice((0, len(types) - 2)),
+        "global_head_dim": 2 * rng.randint(2, 8), "num_kv_shared_layers": rng.choice((0, 1, len(types) - 2)),
         "attention_k_eq_v": flip(), "num_global_key_value_heads": rng.choice((None, *kv_heads)),
         "hidden_size_per_layer_input": rng.choice((3, 8)), "vocab_size_per_layer_input": VOCAB,
         "use_double_wide_mlp": flip(), "final_logit_softcapping": rng.choice((None, 2.5)),
