@@ -162,7 +162,7 @@ def _opened(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[st
 
 def _cut(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
     # A table for each layer's embeddings may have rows for ids that no vocabulary has.
-    return tensor[: config.vocab_size] if name == _TABLE else tensor
+    return tensor[: config.vocab_size] if name == _TABLE and tensor.shape[0] > config.vocab_size else tensor
 
 
 class _Gemma4(Variant):
