@@ -30,6 +30,8 @@ Rows: TypeAlias = Sequence[Sequence[int]]
 Array: TypeAlias = npt.NDArray[np.float32]
 
 _NO_LISTS = "expected ids, and token_types, as a list of integers for each text"
+# Why there is no C++ code to encode with a Gemma 4.
+OWN_ENDS = "it encodes with no model whose layers share keys, differ in their heads or have embeddings of their own"
 _MODULE_TOKENS = 8192  # the most tokens that the modules compute together
 
 
@@ -305,7 +307,7 @@ def why_not_encoded(kind: type[nn.Module], model: object, precision: str | None)
     if isinstance(model, GPT) and model.config.parallel_residual:
         return "it encodes with no model that has a parallel residual"
     if isinstance(model, GPT) and (model.config.has_unlike_layers or model.config.has_own_ends):
-        return "it encodes with no model whose layers share keys, differ in their heads or have embeddings of their own"
+        return OWN_ENDS
     return why_not_now() or why_not_in(precision, model)
 
 

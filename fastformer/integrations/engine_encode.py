@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES, why_unsupported
 from fastformer.checkpoints.hf.fields import sees_later
-from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
+from fastformer.encoding.engine import OWN_ENDS, Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
 from fastformer.engine.frozen import UnfitError, forget_setting, notes_of, setting_of, unpack
 from fastformer.integrations.as_made import why_not_as_made
@@ -174,7 +174,7 @@ def _why_not(model: Any) -> str | None:
     if is_source(kind) and model_type == model_type_of(kind):
         return why_not_as_made(model)
     if is_decoder_stack(kind) and model_type == model_type_of(kind):
-        return why_not_as_made(model)
+        return OWN_ENDS if model_type == "gemma4_text" else why_not_as_made(model)
     if not is_encoder(kind) or model_type != model_type_of(kind):
         return f"{kind.__name__} is not an encoder that from_huggingface converts"
     has_pooler = "add_pooling_layer" in inspect.signature(kind).parameters
