@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import Self
 
-from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES, why_unsupported
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES, encoding_family, why_unsupported
 from fastformer.checkpoints.hf.fields import sees_later
 from fastformer.encoding.engine import OWN_ENDS, Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
@@ -174,6 +174,8 @@ def _why_not(model: Any) -> str | None:
     if is_source(kind) and model_type == model_type_of(kind):
         return why_not_as_made(model)
     if is_decoder_stack(kind) and model_type == model_type_of(kind):
+        if encoding_family(model_type) is None:
+            return "its layers of linear attention have states, which the engine has in decoding alone"
         return OWN_ENDS if model_type == "gemma4_text" else why_not_as_made(model)
     if not is_encoder(kind) or model_type != model_type_of(kind):
         return f"{kind.__name__} is not an encoder that from_huggingface converts"

@@ -341,8 +341,6 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
         raise _DeclinedError("a captured step reads no drafts")
     found = call.found.of_length(_longest(input_ids, kwargs.get("attention_mask")))
     engine = found.engine(call.model, precision)
-    if is_assisted and cast(ForeignEngine, engine).has_states:
-        raise _DeclinedError("the states of its layers of linear attention keep the tokens of rejected drafts")
     inputs = _inputs(call, engine, input_ids, kwargs)
     vocab_size = engine.shape.config.vocab_size
     pad = config._pad_token_tensor

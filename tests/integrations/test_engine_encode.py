@@ -15,10 +15,11 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES
+from fastformer.checkpoints.hf import DECODER_FORMS, ENCODER_FORMS, FAMILIES, encoding_family
 from fastformer.integrations import accelerate, report
 from tests.checkpoints.present import ENCODERS
 from tests.checks import assert_accurate
+from tests.integrations.config_fields import BASES
 from tests.integrations.decoders import GRANITE4, Wide
 from tests.integrations.encoders import BASE, CASES, HEAD, ONLY_EAGER, VOCAB, Case, drawn, padded, texts_of
 from tests.memory import resident
@@ -214,7 +215,7 @@ def decoder_of(kind: str, end: str = "Model", **options: Any) -> Any:
     [
         pytest.param(kind, marks=() if kind in ("qwen3", "llama", "gemma3_text") else pytest.mark.slow)
         for kind in DECODER_FORMS
-        if kind not in ("gpt2", "gpt_neox", "phi", "gemma4_text")
+        if kind not in ("gpt2", "gpt_neox", "phi", "gemma4_text") and encoding_family(kind) is not None
     ],
 )
 def test_a_decoder_embeds_without_a_cache(kind: str, side: str, calls: list[int]) -> None:
@@ -244,6 +245,15 @@ def test_a_decoder_whose_layers_share_keys_stays_with_transformers(calls: list[i
         found, expected = (model(**batch, use_cache=False).last_hidden_state for model in (ours, plain))
     torch.testing.assert_close(found, expected)
     assert calls == [0] and "by its modules: it encodes with no model whose layers" in str(report(ours))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DECODER_FORMS if encoding_family(kind) is None])
+def test_a_decoder_with_states_stays_with_transformers(kind: str, calls: list[int]) -> None:
+    config = getattr(transformers, FAMILIES[kind].config_class)(**BASES[kind])
+    ours = accelerate(getattr(transformers, FAMILIES[kind].headless)(config).eval())
+    with torch.no_grad():
+        ours(torch.tensor([[5, 6, 7, 9, 4, 8, 3]]), use_cache=False)
+    assert calls == [0] and "linear attention" in str(report(ours))
 
 
 def test_a_decoder_inside_of_one_that_generates_stays_by_its_modules(calls: list[int]) -> None:
