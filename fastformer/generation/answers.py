@@ -210,18 +210,21 @@ class AnswerParser:
         self._state, self._skipped = "content", []
 
     def _read_call(self, parts: list[Part], is_end: bool) -> bool:
-        call, is_told = self._call, self._call.is_told
-        self._skip(call.add(self._text))
-        is_no_call = call.name is None and (call.is_done or call.is_broken or is_end)
-        if not is_told and (is_no_call or (call.name is not None and call.name not in self._style.schemas)):
+        call = self._call
+        if call.name is None:
+            self._skip(call.add(self._text[:1]))  # not more: what follows the name of no tool is content
+        is_no_call = call.name is None and (call.is_done or call.is_broken or (is_end and not self._text))
+        if not call.is_told and (is_no_call or (call.name is not None and call.name not in self._style.schemas)):
             self._to_content(parts)  # a text that only looks like a call
             return bool(self._text)
-        if call.name is not None:
-            if not is_told:
-                call.is_told = True
-                parts.append(Part("name", call.name, self.num_calls))
-                self.num_calls += 1
-            parts.append(Part("arguments", call.take(), self.num_calls - 1))
+        if call.name is None:
+            return bool(self._text)
+        if not call.is_told:
+            call.is_told = True
+            parts.append(Part("name", call.name, self.num_calls))
+            self.num_calls += 1
+        self._skip(call.add(self._text))
+        parts.append(Part("arguments", call.take(), self.num_calls - 1))
         if call.is_done or call.is_broken:
             self._state, self._skipped = "calls" if call.is_done else "content", []
             return bool(self._text)
@@ -289,28 +292,28 @@ class ChannelParser:
         elif is_end:
             body, self._text = self._text, ""
         else:
-            body, self._text = _without_beginning(self._text, ("\n<|end|>", *_ENDS))
+            body, self._text = _without_beginning(self._text, (*_ENDS, *(f"\n{end}" for end in _ENDS)))
         if self._kind == "call":
-            self._read_call(parts, body, is_end=end is not None)
-        else:
-            self._tell(parts, body.removesuffix("\n") if end else body)
+            body = self._read_call(parts, body, is_end=end is not None)
+        self._tell(parts, body.removesuffix("\n") if end else body)
         self._is_header = end is not None
         return end is not None
 
-    def _read_call(self, parts: list[Part], body: str, *, is_end: bool) -> None:
+    def _read_call(self, parts: list[Part], body: str, *, is_end: bool) -> str:
+        """Reads arguments, and returns the content behind them."""
         call, place = self._call, self.num_calls - 1
         count = call.add(body)
         self._message += body[:count]
         if is_end and not call.is_broken:
             call.end()
         parts.append(Part("arguments", call.take(), place))
-        if rest := body[count:].strip() and body[count:]:
+        if rest := body[count:].lstrip():
             self._kind = "content"
-            self._tell(parts, rest)
+        return rest
 
     def _tell(self, parts: list[Part], text: str) -> None:
-        assert self._kind != "call"
         if text:
+            assert self._kind != "call"
             parts += [Part(self._kind, self._gap), Part(self._kind, text)]
             self._told.add(self._kind)
             self._gap = ""

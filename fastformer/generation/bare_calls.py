@@ -149,7 +149,7 @@ class BareCall:
             try:
                 self._arguments = _Reader(self._text).value()
                 self.is_done = True
-            except (ValueError, RecursionError):
+            except (ValueError, IndexError, RecursionError):
                 self.is_broken = True
 
 

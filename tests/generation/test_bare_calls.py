@@ -55,7 +55,7 @@ def test_what_is_no_call_of_a_tool_stays_text(text) -> None:
         assert {part.kind for part in parts} == {"content"} and "".join(part.text for part in parts) == text
 
 
-@pytest.mark.parametrize("said", ["{a}", "{a:[1}}", "{a:1,}", "{a:{b}}"])
+@pytest.mark.parametrize("said", ["{a}", "{a:[1}}", "{a:1,}", "{a:{b}}", '{a:"}', '{a:{b:"}"}'])
 def test_a_call_that_is_broken_ends(said) -> None:
     parts = parts_of(f"<|tool_call>call:f{said}<tool_call|> and", 1000)
     assert not [part for part in parts if part.kind == "arguments"]
