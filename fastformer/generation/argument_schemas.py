@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +19,11 @@ _FORMATS = {
     "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "email": r"[^@\s]+@[^@\s]+",
     "uri": r"[A-Za-z][A-Za-z0-9+.\-]*:[^\s]+", "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
 }  # fmt: skip
-_NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
+NOTES = frozenset(("title", "description", "default", "example", "examples", "deprecated", "nullable", "readOnly",
+                    "writeOnly", "$comment", "$id"))  # fmt: skip
 _OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
-                         "strict", *_NOTES))  # fmt: skip
+                         "strict", *NOTES))  # fmt: skip
+_MOST_ALTERNATIVES = 1000  # references may multiply them
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some templates write values
 
 
@@ -46,22 +49,47 @@ def json_rule(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     return f"%json {json.dumps(limited, ensure_ascii=False)}"
 
 
-def alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yields schemas, any of which a value has: texts and other values apart."""
-    if schema is True or schema == {}:
+def is_any(schema: Any) -> bool:
+    """Returns whether every value matches a schema."""
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= NOTES)
+
+
+def alternatives(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns schemas, any of which a value has: texts and other values apart.
+
+    Raises:
+        ValueError: it is no schema, or it has too many of them.
+    """
+    found = [*itertools.islice(_alternatives(schema, root), _MOST_ALTERNATIVES + 1)]
+    if len(found) > _MOST_ALTERNATIVES:
+        raise ValueError(f"expected an argument of at most {_MOST_ALTERNATIVES:,} alternatives")
+    return found
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+    if is_any(schema):
         schema = {"type": ["string", "object", "array", "number", "boolean", "null"]}
     lists = [schema[name] for name in ("anyOf", "oneOf", "enum") if name in schema] if isinstance(schema, dict) else [0]
-    if depth > 20 or not all(isinstance(one, list) and one for one in lists):
+    is_empty = isinstance(schema, dict) and schema.get("type") == []
+    if depth > 20 or is_empty or not all(isinstance(one, list) and one for one in lists):
         raise ValueError(f"expected the schema of an argument, got {schema!r:.80}")
     for name in ("anyOf", "oneOf"):
         if name in schema:
-            if unknown := schema.keys() - {name} - _NOTES:
+            if unknown := schema.keys() - {name} - NOTES:
                 raise ValueError(f"expected {name} alone in the schema of an argument, got {sorted(unknown)} beside it")
             for one in schema[name]:
-                yield from alternatives(one, root, depth + 1)
+                yield from _alternatives(one, root, depth + 1)
             return
+    if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1 and schema.keys() <= {"allOf", *NOTES}:
+        yield from _alternatives(parts[0], root, depth + 1)
+        return
     if "$ref" in schema and (found := _target(schema["$ref"], root)) is not None:
-        yield from alternatives(found, root, depth + 1)
+        beside = {name: value for name, value in schema.items() if name != "$ref" and name not in NOTES}
+        if beside:
+            if not isinstance(found, dict) or beside.keys() & found.keys():
+                raise ValueError(f"expected $ref alone in the schema of an argument, got {sorted(beside)} beside it")
+            found = found | beside
+        yield from _alternatives(found, root, depth + 1)
         return
     types = schema.get("type")
     if not isinstance(types, list) or "enum" in schema or "const" in schema:
@@ -87,12 +115,12 @@ def expression(schema: Mapping[str, Any]) -> str:
     Raises:
         ValueError: it has more than one condition, or one that isn't known.
     """
-    given = {name: value for name, value in schema.items() if name not in _NOTES and name != "type"}
+    given = {name: value for name, value in schema.items() if name not in NOTES and name != "type"}
     if not given:
         return _ANY_TEXT
     if given.keys() <= {"minLength", "maxLength"}:
         return f"(?s:.{{{given.get('minLength', 0)},{given.get('maxLength', '')}}})"
-    if given.keys() == {"format"} and (known := _FORMATS.get(given["format"])) is not None:
+    if given.keys() == {"format"} and (known := _FORMATS.get(str(given["format"]))) is not None:
         return known
     if given.keys() == {"pattern"} and isinstance(given["pattern"], str):
         pattern = given["pattern"]

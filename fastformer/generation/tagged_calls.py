@@ -30,6 +30,7 @@ from fastformer.generation.argument_schemas import (
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 _END_FUNCTION, _END_PARAMETER = "</function>", "</parameter>"
+_TWO_ENDS = r"(?s:.*)<\/parameter>(?s:.*)<\/parameter>\n"
 
 
 def argument_rules(schema: Mapping[str, Any], place: int) -> list[str]:
@@ -41,6 +42,8 @@ def argument_rules(schema: Mapping[str, Any], place: int) -> list[str]:
     rules, parts = list[str](), list[str]()
     for number, (key, described) in enumerate(properties_of(schema).items()):
         rule = f"arg_{place}_{number}"
+        if ">" in key or key != key.strip():
+            raise ValueError(f"expected names of arguments without > and spaces around them, got {key!r:.80}")
         parts.append(rule if key in schema.get("required", []) else f"{rule}?")
         begin = quoted(f"{PARAMETER}{key}>\n")
         values = [*_values(described, schema, rule)]
@@ -57,11 +60,15 @@ def _values(schema: Any, root: Mapping[str, Any], rule: str) -> Iterator[tuple[s
     for number, one in enumerate(alternatives(schema, root)):
         if (values := given_values(one)) is not None:
             for value in values:
-                yield quoted((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) + end), ""
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                if _END_PARAMETER in text:
+                    raise ValueError(f"expected values without {_END_PARAMETER}, with which the model ends them")
+                yield quoted(text + end), ""
         elif one.get("type") == "string":
             name = f"{rule}_{number}"
-            # The end of the tag belongs to the expression: a text ends at the first one.
-            yield name, f"{name}[lazy]: /{slashed(expression(one))}\\n<\\/parameter>\\n/"
+            # The end of the tag belongs to the expression: a text ends at the first one, also within a line.
+            text = f"(/{slashed(expression(one))}\\n<\\/parameter>\\n/ & ~/{_TWO_ENDS}/)"
+            yield name, f"{name}[lazy]: {text}"
         else:
             yield f"{json_rule(one, root)} {quoted(end)}", ""
 
@@ -132,7 +139,7 @@ class TaggedCall:
         root = self._schemas.get(self.name or "", {})
         properties = root.get("properties")
         try:
-            allowed = [*alternatives(properties[self._key] if isinstance(properties, Mapping) else {}, root)]
+            allowed = alternatives(properties[self._key] if isinstance(properties, Mapping) else {}, root)
         except (KeyError, ValueError):
             allowed = [{}]
         found = {kind for one in allowed for kind in kinds(one)}

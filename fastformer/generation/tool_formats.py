@@ -83,7 +83,7 @@ class ToolFormat(NamedTuple):
             elif self.syntax == "bare":
                 rules += bare_calls.argument_rules(schema, place, functools.partial(_marked, special=special))
             else:
-                rules.append(f"args_{place}: {_json(schema)}")
+                rules.append(f"args_{place}: {_json({'type': 'object', **schema})}")
             if self.behind_name:
                 before = [_quoted(name), behind_name] if has_name else []
                 rules.append(f"call_{place}: {' '.join([*before, f'args_{place}'])}")

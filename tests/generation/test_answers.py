@@ -111,7 +111,7 @@ PIECES = {
     "thoughts": "<think>one\n\n</think>\n\n\n two</think>",
     "only thoughts": "<think>\none </thin",
     "marks alone": "[TOOL_CALLS]",
-    "arguments of no tool": '[TOOL_CALLS]nope[ARGS][TOOL_CALLS]clock[ARGS]{}',
+    "arguments of no tool": "[TOOL_CALLS]nope[ARGS][TOOL_CALLS]clock[ARGS]{}",
     "line ends of messages": "<|channel|>final<|message|>one\n<|channel|>analysis<|message|>two\n\n<|start|>",
     "text behind arguments": "<|channel|>commentary to=functions.clock<|message|>{}\n one\n<|call|>",
 }

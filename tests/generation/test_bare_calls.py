@@ -73,9 +73,16 @@ NESTED: list[tuple[str, Any]] = [
     ("list", {"type": "array", "items": {"type": "boolean"}, "minItems": 2}),
     ("object", {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", 1]}},
                 "required": ["b"], "additionalProperties": False}),
+    ("list", {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}),
+    ("list", {"type": "array", "maxItems": 0}), ('a:}" ', {"type": "boolean"}),
     ("number", {"type": ["integer", "null"], "minimum": 3, "maximum": 12}), ("size", {"type": "number", "maximum": 9}),
+    ("list", {"type": "array", "maxItems": 1}), ("object", {"type": "object"}), ("any", {"title": "Any"}),
+    ("object", {"type": "object", "additionalProperties": {"type": "boolean"}}), ("node", {"$ref": "#/$defs/node"}),
 ]  # fmt: skip
-ALLOWED = [one for one in REQUIRED if "maxItems" not in one[1] and "$ref" not in one[1]] + NESTED
+NODE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+        "required": ["next"], "additionalProperties": False}  # fmt: skip
+ALLOWED = [one for one in REQUIRED if one[1].get("$ref") != "#/$defs/p"] + NESTED
+UNBOUNDED = len(ALLOWED) - 5  # a random model may not end the values of these
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
@@ -88,6 +95,7 @@ def test_what_the_grammar_allows_matches_the_schema(place, is_marked, folder) ->
         "properties": {"less": {"type": "null"}, key: described, "more": {"type": "null"}},
         "required": [key],
         "additionalProperties": False,
+        "$defs": {"node": NODE, "t": {"type": "string"}},
     }
     model, tokenizer = load_model(folder, ("GPT",))
     special = special_marks(tokenizer, FORM.marks) if is_marked else {}
@@ -100,15 +108,23 @@ def test_what_the_grammar_allows_matches_the_schema(place, is_marked, folder) ->
     seen = set()
     for ids in sampled:
         text = Marked.of(tokenizer, FORM.marks).decode(ids[len(prompt) :].tolist())
+        if place >= UNBOUNDED and not text.endswith("}<tool_call|>"):
+            continue  # the limit of tokens ended it
         found = arguments_of(f"{FORM.begin}{text}")
         jsonschema.validate(found, schema, format_checker=jsonschema.FormatChecker())
         seen |= {("less" in found, "more" in found)}
-    assert len(seen) > 1
+    assert len(seen) > (place < UNBOUNDED)
+
+
+MANY = {str(i): {"type": "array", "items": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 3}} for i in range(15)}
 
 
 @each("schema", [
-    *REFUSED, {"properties": {"a": {"type": "array", "uniqueItems": True}}}, {"properties": {"a": {"type": "object"}}},
-    {"properties": {"a": {"enum": [[1]]}}}, {"properties": {"a": {}}},
+    *REFUSED, *({"properties": {"a": {"type": "array", **one}}} for one in (
+        {"uniqueItems": True}, {"minItems": "1"}, {"minItems": -1}, {"minItems": 2, "maxItems": 1})),
+    {"properties": {"a": {"enum": [[1]]}}}, {"properties": {"a": {"enum": ['<|"|>']}}}, {"properties": {'<|"|>': {}}},
+    {"properties": {"a": {"type": "object", "required": ["b"]}}}, {"properties": {"a": {"$ref": "http://a"}}},
+    {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": MANY | {"15": {"type": "null"}}},
 ])  # fmt: skip
 def test_a_schema_that_the_rules_cannot_express_is_refused(schema) -> None:
     with pytest.raises(ValueError):

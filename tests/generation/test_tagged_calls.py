@@ -11,6 +11,7 @@ import pytest
 from fastformer.checkpoints import load_model
 from fastformer.generation import generate
 from fastformer.generation.answers import AnswerStyle, Part, parser_of
+from fastformer.generation.constraints import Constraint, Vocabulary
 from fastformer.generation.tool_formats import FORMATS
 from tests.covering import each
 from tests.serving import models
@@ -97,6 +98,8 @@ REQUIRED: list[tuple[str, Any]] = [
     ("maybe", {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}], "default": None}),
     ("either", {"type": ["string", "boolean"], "maxLength": 2}), ("object", {"$ref": "#/$defs/p"}),
     ("list", {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}), ("a b", {"type": "boolean"}),
+    ("short", {"$ref": "#/$defs/t", "maxLength": 3}), ("short", {"allOf": [{"type": "string", "maxLength": 3}]}),
+    ("short", {"type": "string", "maxLength": 3, "readOnly": True, "$id": "a"}),
 ]  # fmt: skip
 
 
@@ -109,7 +112,7 @@ def test_what_the_grammar_allows_matches_the_schema(place, folder) -> None:
         "properties": {key: described, "more": {"type": "null"}},
         "required": [key],
         "additionalProperties": False,
-        "$defs": {"p": {"type": "object", "additionalProperties": False}},
+        "$defs": {"p": {"type": "object", "additionalProperties": False}, "t": TEXT},
     }
     model, tokenizer = load_model(folder, ("GPT",))
     form = FORMATS["tags"]
@@ -134,10 +137,28 @@ REFUSED: list[Any] = [
     {"properties": {"a": {"type": "string", "pattern": "a", "maxLength": 3}}},
     {"properties": {"a": {"anyOf": [TEXT], "maxLength": 3}}}, {"properties": {"a": {"$ref": "#/$defs/a"}},
                                                                "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    {"properties": {"a": {"type": "string", "format": []}}}, {"properties": {"a": {"type": []}}},
+    {"properties": {"a": {"$ref": "#/$defs/a", "maxLength": 3}}, "$defs": {"a": {"type": "string", "maxLength": 2}}},
+    {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 3}
+                                                           for i in range(19)} | {"19": TEXT}},
 ]  # fmt: skip
 
 
-@each("schema", REFUSED)
+@each("schema", [
+    *REFUSED, {"properties": {"a>": TEXT}}, {"properties": {"a ": TEXT}},
+    {"properties": {"a": {"enum": ["<parameter=b>\n</parameter>"]}}},
+])  # fmt: skip
 def test_a_schema_that_tags_cannot_follow_is_refused(schema) -> None:
     with pytest.raises(ValueError):
         FORMATS["tags"].grammar({"f": schema}, {}, is_parallel=False)
+
+
+def test_a_text_has_no_end_of_its_tag(folder) -> None:
+    pytest.importorskip("llguidance", reason="the llguidance library is not installed")
+    model, tokenizer = load_model(folder, ("GPT",))
+    vocabulary = Vocabulary.of(tokenizer, model.config.vocab_size)
+    schema = {"type": "object", "properties": {"text": TEXT}, "required": ["text"]}
+    grammar = Constraint("grammar", FORMATS["tags"].grammar({"f": schema}, {}, is_parallel=False))
+    for text, is_allowed in (("a\n\n</param> b", True), ("", True), ("a</parameter>b", False)):
+        said = f"\n<function=f>\n<parameter=text>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        assert vocabulary.matcher(grammar, ()).allows(vocabulary.split(said.encode())) == is_allowed, text

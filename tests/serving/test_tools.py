@@ -163,6 +163,16 @@ def test_several_calls_and_several_answers(client) -> None:
         assert len({call.id for call in calls}) == len(calls)
 
 
+def test_arguments_without_a_type_are_an_object(client) -> None:
+    tools = [{"type": "function", "function": {"name": "any", "parameters": {"required": ["a"], "properties": {"a": {
+        "type": "boolean"}}, "additionalProperties": False}}}]  # fmt: skip
+    options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": tools, "tool_choice": "required"}
+    options |= {"n": 8, "max_tokens": 400, "parallel_tool_calls": False}
+    for choice in client.chat.completions.create(**options).choices:
+        [call] = choice.message.tool_calls
+        assert list(json.loads(call.function.arguments)) == ["a"]
+
+
 def test_each_tool_that_a_choice_allows_may_be_called(client) -> None:
     options: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "n": 8, "max_tokens": 30, "seed": 1}
     for choice, names in (("required", {*SCHEMAS}), (NAMED, {"clock"})):
@@ -273,9 +283,11 @@ async def test_only_what_is_behind_the_mark_is_constrained(family, folder) -> No
 
 async def test_a_schema_that_cannot_be_enforced_is_refused_before_any_token(folder) -> None:
     async with serving(open_service(folder)) as http:
-        tools = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "not": {}}}}]
-        answer = await http.post("/v1/chat/completions", json={"messages": ASKED, "tools": tools, "max_tokens": 2})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+        wrong: list[Any] = [{"type": "string", "format": []}, {"type": "array", "minItems": "1"}, {"type": {}}]
+        for schema in ({"type": "object", "not": {}}, *({"properties": {"a": one}} for one in wrong)):
+            tools = [{"type": "function", "function": {"name": "a", "parameters": schema}}]
+            answer = await http.post("/v1/chat/completions", json={"messages": ASKED, "tools": tools, "max_tokens": 2})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools", (schema, answer.text)
 
 
 async def test_auto_is_answered_where_calls_cannot_be_constrained(tmp_path) -> None:
