@@ -212,7 +212,7 @@ class AnswerParser:
     def _read_call(self, parts: list[Part], is_end: bool) -> bool:
         call = self._call
         if call.name is None:
-            self._skip(call.add(self._text[:1]))  # not more: what follows the name of no tool is content
+            self._skip(call.add(self._text[:1]))  # not more: behind the name of no tool is content
         is_no_call = call.name is None and (call.is_done or call.is_broken or (is_end and not self._text))
         if not call.is_told and (is_no_call or (call.name is not None and call.name not in self._style.schemas)):
             self._to_content(parts)  # a text that only looks like a call
