@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from fastformer.generation.answers import Part, parser_of, style_behind
+from fastformer.generation.answers import AnswerStyle, Part, parser_of, style_behind
 from fastformer.generation.chat_template import ChatTemplate, TemplateTokenizer
 from fastformer.generation.config import CacheDtype, GenerationConfig, GenerationOptions, Precision
 from fastformer.generation.constraints import Vocabulary
@@ -181,8 +181,8 @@ class Chat:
         if config.num_beams > 1 or config.num_return_sequences > 1:
             raise ValueError("expected neither beams nor several samples: a conversation has one answer")
         message = {"role": "user", "content": text}
-        ids, config = self._prompt(message, config)
-        return self._parts(message, ids, config)
+        ids, config, style = self._prompt(message, config)
+        return self._parts(message, ids, config, style)
 
     @staticmethod
     def _contents(parts: PythonGenerator[Part, None, None]) -> Pieces:
@@ -192,24 +192,17 @@ class Chat:
                     yield part.text
 
     def _parts(
-        self, message: dict[str, Any], ids: list[int], config: GenerationConfig
+        self, message: dict[str, Any], ids: list[int], config: GenerationConfig, style: AnswerStyle
     ) -> PythonGenerator[Part, None, None]:
-        is_over, begin, told = False, list[int](), list[Part]()
-        is_constrained = config.constraint is not None
-        if is_constrained:
+        is_over, count, begin, told = False, 0, list[int](), list[Part]()
+        if config.constraint is not None:
             begin = Vocabulary.of(self._decoder, self._generator.model.config.vocab_size).anchor
-        prompt = behind_ends(ids, self._ends)
-        style, first = style_behind(prompt, self._decoder, self._reasoning, is_constrained=is_constrained)
-        if first:
-            ids = [*ids, *self.tokenizer.encode_template(first)]
-            most = self._max_len - len(ids)
-            config = replace(config, max_new_tokens=min(config.max_new_tokens or most, most))
         parser, decoder = parser_of(style), Marked.of(self._decoder, style.marks)
         text = TextPieces(decoder, begin, is_told=bool(begin), stop=config.stop_strings)
         tokens = self._generator.stream(ids, config, tokenizer=self._decoder)
         try:
             with contextlib.closing(tokens):
-                for token in tokens:
+                for count, token in enumerate(tokens, 1):  # noqa: B007
                     for part in parser.add(text.add([token])):
                         told.append(part)
                         yield part
@@ -225,10 +218,9 @@ class Chat:
                 )
                 answer = {"role": "assistant", "content": content}
                 self.messages += [message, answer | ({"reasoning_content": reasoning} if reasoning else {})]
-                if is_over and reasoning and not content:
+                if is_over and reasoning and not content and count == config.max_new_tokens:
                     logger.warning(
-                        "the model was still reasoning after %d new tokens; max_new_tokens allows more",
-                        config.max_new_tokens,
+                        "the model was still reasoning after %d new tokens; max_new_tokens allows more", count
                     )
 
     def reset(self) -> None:
@@ -239,27 +231,32 @@ class Chat:
         """Returns how many tokens of prompts were read so far, and how many were reused from earlier prompts."""
         return self._generator.stats()
 
-    def _prompt(self, message: dict[str, Any], config: GenerationConfig) -> tuple[list[int], GenerationConfig]:
-        """Returns the ids of the conversation with a new message, and the config of the answer."""
+    def _prompt(
+        self, message: dict[str, Any], config: GenerationConfig
+    ) -> tuple[list[int], GenerationConfig, AnswerStyle]:
+        """Returns the ids of the conversation with a new message, and the config and the style of the answer."""
         messages = list(self.messages)
         wanted = config.max_new_tokens
         least = min(wanted or MAX_NEW_TOKENS, max(1, self._max_len // _ROOM)) if self.drop_oldest else 1
         while True:
             ids = self.template.encode([*messages, message], self.tokenizer)
+            prompt, is_constrained = behind_ends(ids, self._ends), config.constraint is not None
+            style, first = style_behind(prompt, self._decoder, self._reasoning, is_constrained=is_constrained)
+            ids = [*ids, *self.tokenizer.encode_template(first)] if first else ids
             room = self._max_len - len(ids)
             if room >= least:
                 break
-            first = next((place for place, turn in enumerate(messages) if turn.get("role") != "system"), None)
-            if not self.drop_oldest or first is None:
+            oldest = next((place for place, turn in enumerate(messages) if turn.get("role") != "system"), None)
+            if not self.drop_oldest or oldest is None:
                 if room >= 1:
                     break
-                advice = "" if first is None else "; drop_oldest leaves out the oldest turns, and reset begins anew"
+                advice = "" if oldest is None else "; drop_oldest leaves out the oldest turns, and reset begins anew"
                 raise ValueError(
                     f"expected a conversation that leaves room for an answer in the model's {self._max_len:,} "
                     f"positions, got one of {len(ids):,} tokens{advice}"
                 )
-            behind = (place for place in range(first + 1, len(messages)) if messages[place].get("role") == "user")
-            del messages[first : next(behind, len(messages))]
+            behind = (place for place in range(oldest + 1, len(messages)) if messages[place].get("role") == "user")
+            del messages[oldest : next(behind, len(messages))]
         if len(messages) < len(self.messages):
             logger.warning(
                 "omitted the oldest %d messages: the conversation fills the model's %s positions",
@@ -277,4 +274,4 @@ class Chat:
         seed = None if config.seed is None else (config.seed + self._turns) % 2**63
         ends = config.eos_token_id or self._ends
         pad = SpecialIds.of(self._generator.model.config).pad if config.pad_token_id is None else config.pad_token_id
-        return ids, replace(config, max_new_tokens=limit, seed=seed, eos_token_id=ends or None, pad_token_id=pad)
+        return ids, replace(config, max_new_tokens=limit, seed=seed, eos_token_id=ends or None, pad_token_id=pad), style

@@ -168,11 +168,18 @@ def test_reasoning_is_no_part_of_an_answer(template, marks, said, reasoning, con
     assert "".join(part.text for part in parts if part.kind == "content") == content
     answer = {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})
     assert chat.messages == [{"role": "user", "content": "two"}, answer]
-    assert ("max_new_tokens" in caplog.text) == (not content)
+    assert "max_new_tokens" not in caplog.text
     chat.reset()
     assert chat.ask("two", logits_processor=saying(chat, said)) == content
     chat.reset()
     assert "".join(chat.stream("two", logits_processor=saying(chat, said))) == content
+
+
+def test_reasoning_that_reaches_the_limit_is_told(tmp_path, caplog) -> None:
+    own = models.tokenizer(WRITTEN + "<think>\n{# </think> #}", ("<think>", "</think>"))
+    chat = Chat.from_pretrained(models.generator(tmp_path / "tiny", own=own), max_new_tokens=3)
+    assert chat.ask("two", logits_processor=saying(chat, "ab ab</think>Yes.")) == ""
+    assert "still reasoning after 3 new tokens" in caplog.text
 
 
 def test_a_constraint_holds_behind_the_reasoning(tmp_path) -> None:
@@ -188,6 +195,13 @@ def test_a_constraint_holds_behind_the_reasoning(tmp_path) -> None:
     assert chat.ask("two", regex="[ab]{3}", logits_processor=process).strip("ab") == ""
     end = chat.tokenizer.encode_template("</think>\n\n")
     assert seen[0][-len(end) :] == end
+    # What ends the reasoning takes positions, too.
+    chat._max_len = len(seen[0])
+    chat.reset()
+    with pytest.raises(ValueError, match="leaves room"):
+        chat.parts("two", regex="[ab]{3}")
+    chat._max_len += 2
+    assert len(chat.ask("two", regex="[ab]{3}")) == 2
     assert chat.messages[-1].keys() == {"role", "content"}
 
 
