@@ -150,7 +150,7 @@ _UNKNOWN = (
     "<start_function_call>", "<function=", "<function name=", "<|START_ACTION|>", "<｜tool▁calls▁begin｜>", "｜DSML｜",
     "functools[", "<|channel|>", "<|tool_call:", "<|tool_calls_section_begin|>",
     "<|tool_list_start|>", "<|tool_call_start|>", "<|tools_prefix|>", "<tool_calls", ":tool_call>", "<TOOLCALL>",
-    "<arg_key>", "invoke name=", ">>>",
+    "<arg_key>", "invoke name=", ">>>", "<|role_sep|>", "<|open|>", "List of tools: [", '"tool_name": ',
 )  # fmt: skip
 PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it in front of a call
 

@@ -373,7 +373,8 @@ def test_a_template_decides_the_format() -> None:
         assert format_of(text) is FORMATS[name]
     for text in ("{{ messages }}", "{{ tools }}<start_function_call>", "{{ tools }}<tool_call><function=x>",
                  "{{ tools }}<|channel|>final", "{{ tools }}<tool_calls>",
-                 "{{ tools }}<tool_call><arg_key>"):  # fmt: skip
+                 "{{ tools }}<tool_call><arg_key>", "List of tools: [{{ tools }}]", "{{ tools }}<|open|>call",
+                 '{{ tools }}Action: "tool_name": ', "{{ tools }}function call<|role_sep|>"):  # fmt: skip
         with pytest.raises(ValueError, match="tools"):
             format_of(text)
 
