@@ -179,6 +179,10 @@ def test_numbers_of_4_bits_keep_their_integers_and_scales(kind, stays, tmp_path,
         assert torch.equal(from_groups(groups, state[name].shape[1], torch.float32), state[name])
     plain = numbers(kind, (64, 32), read_gguf(tmp_path / "x.gguf").tensors["blk.1.ffn_up.weight"].data)
     assert torch.equal(state["decoder.layers.1.linear1.weight"][64:], plain)
+    model.save_pretrained(tmp_path / "saved")
+    saved = type(model).from_pretrained(tmp_path / "saved").int4_groups
+    for name, groups in model.int4_groups.items():
+        assert all(torch.equal(a, b) for a, b in zip(groups, saved[name], strict=True) if a is not None)
 
 
 def test_a_split_model_is_read_from_any_of_its_files(tmp_path) -> None:

@@ -225,4 +225,4 @@ def int4_groups(kind: Kind, shape: tuple[int, ...], data: Tensor) -> Groups | No
     if block.groups is None:
         return None
     q, scale = (part.view(shape[0], -1) for part in block.groups(data.view(-1, block.size)))
-    return Groups(q[:, ::2] | q[:, 1::2] << 4, scale, levels=block.levels)
+    return Groups(q[:, ::2] | q[:, 1::2] << 4, scale if block.levels is None else scale.float(), levels=block.levels)
