@@ -224,6 +224,8 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     if (layer.has_keys && std::ssize(layer.k_norm[0].weight) != size)
       throw std::invalid_argument("the tensors q_norm.weight and k_norm.weight have unexpected shapes");
   }
+  if (layer.keys_as_values && layer.norms_all_heads())
+    throw std::invalid_argument("expected norms of each head, or none, where keys make the values");
   if (o.value_norm && layer.has_keys)
     layer.v_norm.push_back({std::vector<float>(layer.head_dim, 1.f), std::vector<float>(layer.head_dim)});
   if (own.find("sinks")) layer.sinks = own.vector("sinks", o.num_heads, 0);
@@ -500,8 +502,10 @@ void PackedModel::embed(bool is_source, int32_t token, int32_t type, int64_t pos
 void PackedModel::add_layer_embedding(const ModelTensors& tensors) {
   const Names names(tensors, "");
   const auto layers = std::ssize(decoder.layers);
-  if (layers == 0 || options.norm_placement == NormPlacement::sum || options.activation == Activation::clamped_swiglu)
-    throw std::invalid_argument("expected embeddings of layers in a decoder whose activation has no limits");
+  if (layers == 0 || !options.rms_norm || options.norm_placement == NormPlacement::sum ||
+      options.activation == Activation::clamped_swiglu)
+    throw std::invalid_argument(
+        "expected embeddings of layers in a decoder with RMS norms whose activation has no limits");
   layer_input_dim = decoder.layers[0].input.empty() ? 0 : decoder.layers[0].input[0].gate.n;
   for (const PackedLayer& layer : decoder.layers)
     if (layer.input.empty() || layer.input[0].gate.n != layer_input_dim)

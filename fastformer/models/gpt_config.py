@@ -244,6 +244,10 @@ class GPTConfig(StackConfig):
             )
         if self.shared_kv_d_ff is not None and (not self.shared_kv_layers or self.num_experts is not None):
             raise ValueError("expected shared_kv_layers, and no experts, for shared_kv_d_ff")
+        if self.keys_as_values and self.qk_norm == "all":
+            raise ValueError("expected a qk_norm of 'head' or none for keys_as_values, got 'all'")
+        if self.layer_input_dim is not None and self.norm != "rms":
+            raise ValueError(f"expected norm 'rms' for layer_input_dim, got {self.norm!r}")
         if self.layer_input_dim is not None and self.activation in ("relu", "clamped_swiglu"):
             raise ValueError(f"expected an activation with GELU or SiLU for layer_input_dim, got {self.activation!r}")
 

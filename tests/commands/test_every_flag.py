@@ -391,8 +391,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "layers that differ": {
         "train_text": "a",
         "model": {
-            "name": "gpt", "num_layers": 4, "num_heads": 4, "d_model": 96, "positions": "rotary", "window_size": 9,
-            "local_rotary_base": 300.0,
+            "name": "gpt", "norm": "rms", "num_layers": 4, "num_heads": 4, "d_model": 96, "positions": "rotary",
+            "window_size": 9, "local_rotary_base": 300.0,
             "window_layers": [True, False, True, False], "global_head_dim": 16, "global_num_kv_heads": 2,
             "value_norm": True, "keys_as_values": True, "shared_kv_layers": 2, "shared_kv_d_ff": 50,
             "layer_input_dim": 8, "layer_scalars": True,

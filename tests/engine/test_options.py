@@ -66,10 +66,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norms of values": {"value_norm": True},
     "keys as values": {"keys_as_values": True, "window_size": 5, "window_layers": (True, False, False)},
     "shared keys": {
-        "num_layers": 5,
+        "num_layers": 4,
         "window_size": 5,
-        "window_layers": (True, False, True, True, False),
-        "shared_kv_layers": 2,
+        "window_layers": (False, True, False, False),
+        "shared_kv_layers": 1,
         "shared_kv_d_ff": 88,
     },
     "keys of one layer": {"num_layers": 4, "shared_kv_layers": 3},
@@ -90,7 +90,8 @@ NOT_TOGETHER = [
     {"shared keys", "keys of one layer"},
     {"learned positions", "few pairs turn"}, {"learned positions", "global heads"},
     {"learned positions", "wide global heads"}, {"gates with limits", "inputs of layers"},
-    {"many heads", "global heads"},
+    {"norms over heads", "keys as values"}, {"many heads", "global heads"},
+    {"in parallel", "inputs of layers"}, {"one norm for both", "inputs of layers"},
 ]  # fmt: skip
 FEW = [
     ("biases", "norms over heads", "norms behind"),

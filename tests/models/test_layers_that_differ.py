@@ -82,6 +82,8 @@ def test_gradients_through_shared_keys_are_the_same_with_checkpoints() -> None:
         ({"shared_kv_layers": 4}, "shared_kv_layers .* got 4 of 4"),
         ({"shared_kv_layers": 0}, "shared_kv_layers, and no experts, for shared_kv_d_ff"),
         ({"num_experts": 3}, "shared_kv_layers, and no experts, for shared_kv_d_ff"),
+        ({"qk_norm": "all"}, "qk_norm of 'head' or none for keys_as_values"),
+        ({"norm": "layer"}, "norm 'rms' for layer_input_dim, got 'layer'"),
         ({"activation": "relu"}, "layer_input_dim, got 'relu'"),
         ({"linear_layers": (True, False, False, False)}, "no linear_layers for shared_kv_layers"),
         ({"rotary_scaling": {"kind": "proportional", "partial_rotary_factor": 1.5}}, "at most 1, got 1.5"),
