@@ -546,7 +546,7 @@ class _ChatForm(Form):
                     delta[name] = text
             if calls := call_deltas(parts, self._style):
                 delta["tool_calls"] = calls
-            has_calls = parser.num_calls > 0
+            has_calls = parser.num_calls > bool(parser.unfinished)
         else:
             delta, has_calls = {"content": piece.text} if piece.text else delta, False
         spelled = self.spelled(index, piece.tokens, is_end=is_end)

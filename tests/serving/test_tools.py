@@ -217,6 +217,11 @@ async def test_auto_finds_the_calls_that_the_model_writes(is_parallel, family, f
         plain = {**body, "tool_choice": "none"}  # the same text is only a text then
         [choice] = (await http.post("/v1/chat/completions", json=plain)).json()["choices"]
         assert choice["finish_reason"] == "stop" and "clock" in choice["message"]["content"]
+        cut = {**body, "stop": "zone"}  # in the first call
+        [choice] = (await http.post("/v1/chat/completions", json=cut)).json()["choices"]
+        assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+        streamed = events((await http.post("/v1/chat/completions", json={**cut, "stream": True})).text)
+        assert [chunk for chunk in streamed if chunk != "[DONE]"][-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_call_that_the_model_begins_by_itself_follows_the_schema(family, client, folder) -> None:
