@@ -29,6 +29,7 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96,
     "max_position_embeddings": 256, "num_key_value_heads": 4,
 }  # fmt: skip
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 3e5}
 # As version 4 of transformers, and those before it, wrote them.
 OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {}, {"rotary_base": 10_000.0, "max_len": 256, "num_kv_heads": 4}),
@@ -117,6 +118,18 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, {
         "window_size": 31, "window_layers": None}),
     ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, {"window_size": None}),
+    # rope_scaling that was written beside rope_parameters.
+    ("qwen3", {"rope_parameters": {**DEFAULT_ROPE}, "rope_theta": 7e5, "rope_scaling": {
+        "rope_type": "linear", "factor": 4.0}},
+     {"rotary_base": 7e5, "rotary_scaling": {"kind": "linear", "factor": 4.0}}),
+    ("qwen3_5_text", {"layer_types": ["full_attention"] * 4, "rope_parameters": {
+        **DEFAULT_ROPE, "partial_rotary_factor": 0.5}, "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+     {"rotary_base": 1e4, "rotary_fraction": 0.25}),
+    ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "rope_scaling": {
+        "rope_type": "linear", "factor": 4.0}, "rope_parameters": {"full_attention": {**DEFAULT_ROPE},
+                                                                   "sliding_attention": {**DEFAULT_ROPE}}},
+     {"rotary_base": 3e5, "local_rotary_base": 3e5, "rotary_scaling": {"kind": "linear", "factor": 4.0}}),
     ("starcoder2", {"sliding_window": 32, "rope_theta": 999_999, "num_key_value_heads": 2}, {"norm": "layer"}),
 ]  # fmt: skip
 

@@ -50,7 +50,7 @@ def read_rope(
     options: dict[str, Any] = {"rotary_base": _number("rope_theta", theta)}
     if _number("partial_rotary_factor", part) != 1.0:
         options["rotary_fraction"] = part
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _kind(rope)
     if "short_factor" in rope and kind in ("su", "yarn"):  # Phi-3's first names for it
         kind = "longrope"
     if kind not in KINDS:
@@ -215,19 +215,32 @@ def without_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(settings: Mapping[str, Any], layers: str, is_nested: bool) -> dict[str, Any]:
-    """Returns the mapping of rotary parameters, from whichever version."""
-    parameters: dict[str, Any] = {}
+    """Returns the mapping of rotary parameters, from whichever version.
+
+    As in transformers, rope_scaling has priority, and another kind of scaling there replaces rope_parameters.
+    """
+    given: dict[str, Mapping[str, Any]] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = settings.get(name)
         if value is None:
             continue
         if not isinstance(value, Mapping):
             raise ValueError(f"expected {name} to be a mapping, got {value!r:.60}")
-        nested = {kind: each for kind, each in value.items() if isinstance(each, Mapping)}
-        if nested or is_nested:
-            value = nested.get(layers, {})
-        parameters |= value
-    return parameters
+        given[name] = value
+    scaling, parameters = given.get("rope_scaling") or {}, given.get("rope_parameters") or {}
+    if scaling and not _has_kinds(parameters) and _kind(scaling) != _kind(parameters):
+        parameters = {}
+    chosen = (value.get(layers) or {} if is_nested or _has_kinds(value) else value for value in (parameters, scaling))
+    return {name: value for each in chosen if isinstance(each, Mapping) for name, value in each.items()}
+
+
+def _has_kinds(parameters: Mapping[str, Any]) -> bool:
+    """Returns whether rotary parameters are those of several kinds of layers."""
+    return any(isinstance(value, Mapping) for value in parameters.values())
+
+
+def _kind(parameters: Mapping[str, Any]) -> Any:
+    return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
 def _number(name: str, value: object) -> float:
