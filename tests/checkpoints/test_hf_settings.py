@@ -161,6 +161,7 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor .*'two'"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "spin": 3}}, "'spin'"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling .*'linear'"),
+        ("qwen3_5_text", {"layer_types": [["full_attention"]] * 4}, "layer_types of 4 layers"),
         ("llama", {"rope_theta": "big"}, "rope_theta .*'big'"),
         ("llama", {"partial_rotary_factor": 0.5}, "Llama.*partial_rotary_factor .*0.5"),
         ("llama", {"hidden_act": "relu2"}, "hidden_act .*'relu2'"),

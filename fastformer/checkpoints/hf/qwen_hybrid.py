@@ -152,7 +152,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
     if types is None:
         each = number_of({"full_attention_interval": 4, **settings}, "full_attention_interval")
         types = [LINEAR if (layer + 1) % each else FULL for layer in range(depth)]
-    if not isinstance(types, list | tuple) or len(types) != depth or not {*types} <= {LINEAR, FULL}:
+    if not isinstance(types, list | tuple) or len(types) != depth or any(kind not in (LINEAR, FULL) for kind in types):
         raise ValueError(f"expected layer_types of {depth} layers, {LINEAR!r} or {FULL!r}, got {types!r:.80}")
     if LINEAR not in types:
         return {}
