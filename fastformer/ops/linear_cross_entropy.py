@@ -291,12 +291,14 @@ def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
 def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, *_, output_mask, _softcap = inputs
     ctx.output_mask = [is_needed and t is not None for t, is_needed in zip((x, weight, bias), output_mask, strict=True)]
+    # The gradients are outputs with a gradient of their own, which is an error: so autograd finds this op between a
+    # gradient and x, the weight or the bias, where it would leave out a node without a way to them, silently.
     ctx.save_for_backward(*output[1:])
-    ctx.mark_non_differentiable(*output[1:])
 
 
 def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
     """Computes gradient * dloss, in place if the gradient isn't used again: it may be as large as the weight."""
+    gradient = gradient.detach()
     if torch._C._autograd._get_current_graph_task_keep_graph() or not (is_plain(gradient) and is_plain(dloss)):
         return gradient * dloss
     if is_readable(dloss) and dloss == 1:
@@ -304,7 +306,14 @@ def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
     return gradient.mul_(dloss)
 
 
-def _multiplied(ctx: Any, dloss: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
+def _multiplied(
+    ctx: Any, dloss: Tensor, second: tuple[Tensor | None, ...], multiply: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor | None, ...]:
+    if any(gradient is not None for gradient in second):
+        raise NotImplementedError(
+            'linear_cross_entropy has no double backward with reduction "mean" or "sum", which keeps gradients instead '
+            'of inputs: take the sum of reduction="none"'
+        )
     # dloss is a scalar tensor in fp32, so the products have each gradient's dtype.
     gradients = (
         multiply(gradient, dloss) if is_needed else None
@@ -313,8 +322,8 @@ def _multiplied(ctx: Any, dloss: Tensor, multiply: Callable[[Tensor, Tensor], Te
     return *gradients, *(None,) * 8
 
 
-def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    return _multiplied(ctx, dloss, _scaled)
+def _backward_with_gradients(ctx: Any, dloss: Tensor, *second: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _multiplied(ctx, dloss, second, _scaled)
 
 
 def _differentiable_backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
@@ -326,32 +335,10 @@ def _differentiable_backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor
     return *differentiate(formula, (x, weight, bias), ctx.needs_input_grad[:3], dlosses), *(None,) * 6
 
 
-class _Constant(torch.autograd.Function):
-    """A gradient that can't be differentiated again: the inputs that it depends on were not saved."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, _: Tensor) -> Tensor:
-        """Returns the gradient unchanged; the second tensor is one that requires a gradient."""
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        """Raises an error."""
-        raise NotImplementedError(
-            'linear_cross_entropy has no double backward with reduction "mean" or "sum", which keeps gradients instead '
-            'of inputs: take the sum of reduction="none"'
-        )
-
-
-def _once_differentiable_backward(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    gradients = _multiplied(ctx, dloss, torch.mul)
-    if not torch.is_grad_enabled():
-        return gradients
-    anchor = torch.zeros((), device="cpu", requires_grad=True)
-    return tuple(
-        None if gradient is None else _Constant.apply(gradient, anchor)  # type: ignore[no-untyped-call]
-        for gradient in gradients
-    )
+def _differentiable_backward_with_gradients(
+    ctx: Any, dloss: Tensor, *second: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    return _multiplied(ctx, dloss, second, torch.mul)
 
 
 register_autograd(
@@ -364,7 +351,7 @@ register_autograd(
     "linear_cross_entropy_fwd_bwd",
     _backward_with_gradients,
     setup_context=_setup_context_with_gradients,
-    differentiable_backward=_once_differentiable_backward,
+    differentiable_backward=_differentiable_backward_with_gradients,
 )
 forbid_double_backward("linear_cross_entropy_bwd")
 

@@ -214,6 +214,9 @@ def test_a_mean_loss_refuses_double_backward() -> None:
     first = torch.autograd.grad(call(*args), args, create_graph=True)
     close(first, torch.autograd.grad(call(*args), args))
     for gradient in first:
+        for arg in args:  # although autograd only runs what lies between the two
+            with pytest.raises(NotImplementedError, match=r"\breduction\b"):
+                torch.autograd.grad(gradient.sum(), arg, retain_graph=True, allow_unused=True)
         with pytest.raises(NotImplementedError, match=r"\breduction\b"):
             gradient.sum().backward()
 
