@@ -112,6 +112,12 @@ PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in
 BOUNDS = {"fp32": 1e-6, "bf16": 0.1, "int8": 0.2}
 
 
+def bounds_of(names: Sequence[str]) -> dict[str, float]:
+    """Returns BOUNDS, wider for states: a rounding stays in them, and weighs more in keys brought to length 1."""
+    is_linear = any(name.startswith("linear attention") for name in names)
+    return {p: bound * 3 if is_linear and p != "fp32" else bound for p, bound in BOUNDS.items()}
+
+
 class ModelCase:
     """A model in which every weight matters, for the engine and for the plain computation."""
 
@@ -185,7 +191,7 @@ def assert_as_the_plain_model(names: Sequence[str], lengths: Sequence[int]) -> N
         return torch.stack([case.plain(*pair, dtype=dtype) for pair in zip(prompts, new, strict=True)])
 
     due = plain(torch.float64)
-    for precision, bound in BOUNDS.items():
+    for precision, bound in bounds_of(names).items():
         logits = logits_of(case.session(precision), prompts, new)
         error = max_error(logits, due)
         if precision == "fp32":
@@ -224,7 +230,7 @@ def assert_as_with_rounded_cache(names: Sequence[str], lengths: Sequence[int], s
         torch.stack([case.plain(*pair, dtype, cache) for pair in zip(prompts, new, strict=True)])
         for dtype, cache in ((torch.float64, "int8"), (torch.float32, "int8"), (torch.float64, None))
     )
-    for precision, bound in BOUNDS.items():
+    for precision, bound in bounds_of(names).items():
         logits = logits_of(case.session(precision, "int8"), prompts, new)
         error = errors(logits, due)
         if precision == "fp32":
@@ -249,7 +255,7 @@ def test_a_cache_of_int8_with_each_pair_of_options(names) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
 def test_each_pair_of_options(names) -> None:
-    """Tests all pairs of 19 options, also with prompts that are split into chunks."""
+    """Tests all pairs of options, also with prompts that are split into chunks."""
     assert_as_the_plain_model(names, (1, 7, 70, 530))
 
 
