@@ -183,8 +183,14 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
 
 
 def plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model's settings with lists for tuples, as YAML and JSON give them back."""
-    return {name: [*value] if isinstance(value, tuple) else value for name, value in settings.items()}
+    """Returns a model's settings with lists for tuples, as YAML and JSON give them back, also within mappings."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return plain_values(value)  # YAML writes no subclasses of dict
+        return [*value] if isinstance(value, tuple) else value
+
+    return {name: plain(value) for name, value in settings.items()}
 
 
 def split_at_commas(text: str | None) -> list[str]:

@@ -183,18 +183,22 @@ def test_init_from_keeps_the_number_of_positions(config, tmp_path, source, caplo
     assert trainer.config.max_len == longest and f"max_len is {longest}" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["gpt", "lstm"])
+@pytest.mark.parametrize("kind", ["gpt", "gpt with scaled positions", "lstm"])
 def test_init_from_the_other_architectures(config, tmp_path, kind) -> None:
     (tmp_path / "text").write_text("to be or not to be that is the question\n" * 10)
     data: dict[str, object]
     sizes: dict[str, object]
-    if kind == "gpt":
+    if kind.startswith("gpt"):
         data = {"train_tsv": None, "val_tsv": None, "train_text": str(tmp_path / "text"), "seqlen": 16}
         sizes = {"d_model": 16, "num_layers": 1, "num_heads": 2}
+        if kind != "gpt":
+            factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+            scaling = {"kind": "longrope", "factor": 2.0, "original_max_position_embeddings": 256, **factors}
+            sizes |= {"positions": "rotary", "rotary_scaling": scaling, "rotary_layers": [True]}
     else:
         data = {"batching": "random"}
         sizes = {"d_model": 16, "score": "dot"}
-    config = changed(config, model=kind, settings=sizes, **data, steps=1)
+    config = changed(config, model=kind.split()[0], settings=sizes, **data, steps=1)
     start(config, tmp_path / "a").train()
     trainer = start(changed(config, settings={}, init_from=str(tmp_path / "a")), tmp_path / "b")
     model, _ = load_model(tmp_path / "a")
