@@ -20,11 +20,15 @@ const GroupedKernels& grouped_kernels() {
   return kernels;
 }
 
+bool are_small(const int8_t* levels) {
+  return std::all_of(levels, levels + std::tuple_size_v<Levels>,
+                     [](int level) { return std::abs(level) <= MultiplySmallLevels::kMost; });
+}
+
 const GroupedKernels& grouped_kernels(const int8_t* levels) {
   if (levels == nullptr) return grouped_kernels<DotInt4, MultiplyInt4>();
-  const bool are_small = std::all_of(levels, levels + std::tuple_size_v<Levels>,
-                                     [](int level) { return std::abs(level) <= MultiplySmallLevels::kMost; });
-  return are_small ? grouped_kernels<DotLevels, MultiplySmallLevels>() : grouped_kernels<DotLevels, MultiplyLevels>();
+  if (are_small(levels)) return grouped_kernels<DotLevels, MultiplySmallLevels>();
+  return grouped_kernels<DotLevels, MultiplyLevels>();
 }
 
 // Returns the byte with the bits of input i of a column in a group.
@@ -151,24 +155,28 @@ Lanes first_bytes(int64_t count) { return broadcast(count >= 4 ? ~0u : count <= 
 
 const int8_t* levels_of(const PackedWeight& w) { return w.levels ? w.levels->data() : nullptr; }
 
+// Whether the levels of a weight are too large for products of bytes that are added in 16 bits.
+bool has_large_levels(const PackedWeight& w) { return w.levels && !has_int8_dot() && !are_small(w.levels->data()); }
+
 // Unpacks the groups of a panel. Zero points are subtracted from the weights, which still fit in bytes.
+template <bool kHasZeros>
 void unpack_panel(const PackedWeight& w, const char* group, UnpackedPanel& to) {
   const Lanes first_of_four = sixteen_bytes(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
   const Lanes table = table_of(levels_of(w));
-  for (int64_t g = 0; g < int4_groups(w.k); ++g, group += int4_group_bytes(w.has_zeros)) {
+  float* scales = to.scales.data();
+  for (int64_t g = 0; g < int4_groups(w.k); ++g, group += int4_group_bytes(kHasZeros), scales += kPanelColumns) {
     const int64_t inputs = w.k - g * kInt4Group;  // what is beyond them stays 0
     for (int64_t c = 0; c < kPanelColumns; c += V::size) {
-      load_halves(group + kNibbleBytes + c * 2).store(to.scales.data() + g * kPanelColumns + c);
+      load_halves(group + kNibbleBytes + c * 2).store(scales + c);
       Lanes zeros = broadcast(0);
-      if (w.has_zeros) zeros = look_up(widen_bytes(group + kNibbleBytes + kScaleBytes + c), first_of_four);
-      char* const tile = to.tile(c, g);
-      for (int64_t block = 0; block < kGroupBlocks; ++block) {
+      if (kHasZeros) zeros = look_up(widen_bytes(group + kNibbleBytes + kScaleBytes + c), first_of_four);
+      auto* at = reinterpret_cast<float*>(to.tile(c, g) + c % kTileColumns * 4);
+      for (int64_t block = 0; block < kGroupBlocks; ++block, at += 2 * kTileColumns) {
         StepPair pair = look_up_nibbles(table, load_lanes(group + block * kStepBytes + c * 4));
-        if (w.has_zeros) {
+        if (kHasZeros) {
           pair.low = subtract_bytes(pair.low, zeros & first_bytes(inputs - block * 8));
           pair.high = subtract_bytes(pair.high, zeros & first_bytes(inputs - block * 8 - 4));
         }
-        auto* const at = reinterpret_cast<float*>(tile + block * 2 * kTileStepBytes + c % kTileColumns * 4);
         as_floats(pair.low).store(at);
         as_floats(pair.high).store(at + kTileColumns);
       }
@@ -176,9 +184,25 @@ void unpack_panel(const PackedWeight& w, const char* group, UnpackedPanel& to) {
   }
 }
 
+void unpack_panel(const PackedWeight& w, const char* group, UnpackedPanel& to) {
+  (w.has_zeros ? unpack_panel<true> : unpack_panel<false>)(w, group, to);
+}
+
 // From this many rows on, faster products of bytes outweigh the cost of unpacking: those of AMX, and dot products, with
 // which 24 rows took 1.08 times as long, 64 rows 0.90 times and 256 rows 0.84 times (Emerald Rapids, AVX-512).
-constexpr int64_t kFewestUnpacked = 32;
+constexpr int64_t kFewestOfDots = 32;
+// Without dot products, each pass has fewer rows: with AVX2, 8 rows of bytes took 1.08 times as long, 10 rows 0.96
+// times and 512 rows 0.8 times; 4 rows of words 1.02 times, 6 rows 0.92 times and 512 rows 0.74 times (Zen 3). AVX-512
+// without them was not measured.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int64_t kFewestOfBytes = kFewestOfDots, kFewestOfWords = kFewestOfDots;
+#else
+constexpr int64_t kFewestOfBytes = 10, kFewestOfWords = 5;
+#endif
+
+int64_t fewest_unpacked(const PackedWeight& w) {
+  return has_int8_dot() ? kFewestOfDots : has_large_levels(w) ? kFewestOfWords : kFewestOfBytes;
+}
 
 // Multiplies by AMX, group by group, on panels unpacked to bytes. All else is as in the kernels. The sums of some
 // groups are scaled while the next ones are multiplied.
@@ -223,10 +247,38 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
   }
 }
 
-// Multiplies by dot products on panels unpacked to bytes. The passes over one together prefetch the next.
+const UnpackedKernels& unpacked_kernels(const PackedWeight& w) {
+  if (has_int8_dot()) {
+    static const auto of_dots = unpacked_kernels_of<DotBytes, kFewestOfDots>();
+    return of_dots;
+  }
+  static const auto of_bytes = unpacked_kernels_of<MultiplyBytes, kFewestOfBytes>();
+  static const auto of_words = unpacked_kernels_of<MultiplyWords, kFewestOfWords>();
+  return has_large_levels(w) ? of_words : of_bytes;
+}
+
+// The rows of activations as kernels of unpacked panels read them: bytes or, for large levels, words.
+struct LeftRows {
+  const char* data;
+  int64_t stride;
+  Buffer<char> words;
+
+  LeftRows(const RowsView& x, int64_t rows, const PackedWeight& w) : data(x.data()), stride(x.stride()) {
+    if (!has_large_levels(w)) return;
+    stride = 2 * stride | 64;  // an odd number of cache lines: see PackedRows::resize
+    words = Buffer<char>(rows * stride);
+    data = words.data();
+    for (int64_t r = 0; r < rows; ++r)
+      widen_row(reinterpret_cast<const uint32_t*>(x.from(r).data()), w.k / 4,
+                reinterpret_cast<uint32_t*>(words.data() + r * stride));
+  }
+};
+
+// Multiplies on panels unpacked to bytes. The passes over one together prefetch the next.
 void gemm_by_bytes(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                    int64_t ld) {
-  static const UnpackedKernels all = unpacked_kernels<kFewestUnpacked>();
+  const UnpackedKernels& all = unpacked_kernels(w);
+  const LeftRows left(x, rows, w);
   const Walk walk(all.shapes, all.num_shapes, rows);
   const int64_t columns = all.shapes[walk.shape].vecs * V::size;
   const int64_t groups = int4_groups(w.k), group_bytes = int4_group_bytes(w.has_zeros);
@@ -238,8 +290,8 @@ void gemm_by_bytes(const RowsView& x, int64_t rows, const PackedWeight& w, int64
     const char* next = w.panel(p) + w.panel_bytes();
     walk.for_each_pass([&](int64_t pass, int64_t slice, int64_t first, int64_t count) {
       const int64_t column = slice * columns;
-      const UnpackedTile tile{x.data() + first * x.stride(),
-                              x.stride(),
+      const UnpackedTile tile{left.data + first * left.stride,
+                              left.stride,
                               x.scales() + first,
                               x.zeros() + first,
                               panel.tile(column, 0),
@@ -292,10 +344,9 @@ void copy_int4_column(int64_t k, bool has_zeros, const char* from_panel, int64_t
 
 void gemm_int4(const RowsView& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                int64_t ld) {
-  if (w.k > 0 && rows >= kFewestUnpacked) {
-    if (can_tile(Precision::int8)) return gemm_by_tiles(x, rows, w, begin, end, out, ld);
-    if (has_int8_dot()) return gemm_by_bytes(x, rows, w, begin, end, out, ld);
-  }
+  if (w.k > 0 && rows >= kFewestOfDots && can_tile(Precision::int8))
+    return gemm_by_tiles(x, rows, w, begin, end, out, ld);
+  if (w.k > 0 && rows >= fewest_unpacked(w)) return gemm_by_bytes(x, rows, w, begin, end, out, ld);
   constexpr int64_t kAhead = 8192;  // bytes that a stream prefetches
   const GroupedKernels& all = grouped_kernels(levels_of(w));
   const Walk walk(all.shapes, all.num_shapes, rows);

@@ -123,6 +123,7 @@ struct DotInt4 {
     return {left_by_4(x) & mask, x & mask};
   }
   static Left left(const char* p) { return DotInt8::left(p); }
+  static Lanes multiply(const Pair& w, Lanes low, Lanes high) { return add(broadcast(0), w, low, high); }
   static Lanes add(Lanes sum, const Pair& w, Lanes low, Lanes high) {
     return DotInt8::add(DotInt8::add(sum, w.low, low), w.high, high);
   }
@@ -148,6 +149,9 @@ struct MultiplyInt4 {
   explicit MultiplyInt4(const GroupedTile&) {}
   Pair unpack(Lanes x) const { return look_up_nibbles(table_of(nullptr), x); }
   static Left left(const char* p) { return DotInt8::left(p); }
+  static Lanes multiply(const Pair& w, Lanes low, Lanes high) {
+    return add_products(multiply_bytes(low, w.low), w.high, high);
+  }
   static Lanes add(Lanes sum, const Pair& w, Lanes low, Lanes high) {
     return add_products(add_products(sum, w.low, low), w.high, high);
   }
@@ -155,7 +159,6 @@ struct MultiplyInt4 {
   static Lanes zeros(const char* p) { return widen_bytes(p); }
   static Lanes add_pairs(Lanes sum, Lanes a, Lanes b) { return add_words(sum, multiply_pairs(a, b)); }
 
- private:
   static Lanes add_products(Lanes sum, Lanes w, Lanes x) {
     const Lanes pairs = multiply_bytes(x, w);
     asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(pairs));
@@ -173,6 +176,7 @@ struct DotLevels {
   explicit DotLevels(const GroupedTile& t) : table(table_of(t.levels)) {}
   Pair unpack(Lanes x) const { return look_up_nibbles(table, x); }
   static Left left(const char* p) { return DotInt8::left(p); }
+  static Lanes multiply(const Pair& w, Lanes low, Lanes high) { return add(broadcast(0), w, low, high); }
   static Lanes add(Lanes sum, const Pair& w, Lanes low, Lanes high) {
     return DotInt8::add(DotInt8::add(sum, w.low, low), w.high, high);
   }
@@ -181,14 +185,15 @@ struct DotLevels {
   Lanes table;
 };
 
-// Without dot products, four products with levels up to kMost fit in 16 bits: 4 * 255 * 32 < 2^15.
+// Without dot products, four products with levels up to kMost fit in 16 bits, as do eight (MultiplyBytes).
 struct MultiplySmallLevels : DotLevels {
-  static constexpr int kMost = 32;
+  static constexpr int kMost = 16;
   using DotLevels::DotLevels;
+  static Lanes multiply(const Pair& w, Lanes low, Lanes high) {
+    return multiply_pairs(MultiplyInt4::multiply(w, low, high), ones_of_words());
+  }
   static Lanes add(Lanes sum, const Pair& w, Lanes low, Lanes high) {
-    Lanes fours = multiply_bytes(low, w.low);
-    asm("vpaddw %1, %0, %0" : "+v"(fours) : "v"(multiply_bytes(high, w.high)));
-    return WordInt8::add(sum, ones_of_words(), fours);
+    return WordInt8::add(sum, ones_of_words(), MultiplyInt4::multiply(w, low, high));
   }
 };
 
@@ -207,6 +212,10 @@ struct MultiplyLevels {
   static Left left(const char* p) {
     const Lanes x = broadcast(four_bytes(p));
     return {x & broadcast(0x00FF00FF), right_by_8(x)};
+  }
+  static Lanes multiply(const Pair& w, const Left& low, const Left& high) {
+    const Lanes first = multiply_pairs(left_by_8(w.low), low.even);
+    return add_step(WordInt8::add(first, w.low & broadcast(0xFF00FF00), low.odd), w.high, high);
   }
   static Lanes add(Lanes sum, const Pair& w, const Left& low, const Left& high) {
     return add_step(add_step(sum, w.low, low), w.high, high);
@@ -252,10 +261,6 @@ void rows_times_groups(const GroupedTile& tile) {
 #pragma GCC unroll 1
   for (int64_t g = 0; g < t.groups; ++g, group += t.group_bytes, left_sums += t.sums_stride) {
     Lanes sum[kRows][kVecs];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) sum[r][v] = broadcast(0);
     const char* right = group + t.column * 4;
 #pragma GCC unroll 4
     for (int block = 0; block < kGroupBlocks; ++block, right += kStepBytes, left.advance(8)) {
@@ -270,7 +275,8 @@ void rows_times_groups(const GroupedTile& tile) {
         for (int v = 0; v < kVecs; ++v) {
           const typename Path::Pair w = path.unpack(load_lanes(right + v * sizeof(V)));
 #pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) sum[r][v] = Path::add(sum[r][v], w, low[r], high[r]);
+          for (int r = 0; r < kRows; ++r)
+            sum[r][v] = block == 0 ? Path::multiply(w, low[r], high[r]) : Path::add(sum[r][v], w, low[r], high[r]);
         }
       } else {
         typename Path::Pair w[kVecs];
@@ -280,7 +286,8 @@ void rows_times_groups(const GroupedTile& tile) {
         for (int r = 0; r < kRows; ++r) {
           const auto low = Path::left(left[r]), high = Path::left(left[r] + 4);
 #pragma GCC unroll 8
-          for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add(sum[r][v], w[v], low, high);
+          for (int v = 0; v < kVecs; ++v)
+            sum[r][v] = block == 0 ? Path::multiply(w[v], low, high) : Path::add(sum[r][v], w[v], low, high);
         }
       }
     }
@@ -346,11 +353,11 @@ struct UnpackedTile {
 
 using UnpackedKernel = void (*)(const UnpackedTile&);
 
-// Multiplies kRows rows by kVecs vectors of an unpacked panel, with dot products. The fp32 sums are in memory, so that
-// the registers have room for more rows than in rows_times_groups, and each load of a weight serves more products.
-template <int kVecs, int kRows>
+// Multiplies kRows rows by kVecs vectors of an unpacked panel. The fp32 sums are in memory, so that the registers have
+// room for more rows than in rows_times_groups, and each load of a weight serves more products.
+template <typename Path, int kVecs, int kRows>
 void rows_times_bytes(const UnpackedTile& tile) {
-  constexpr int kVecsOfTile = kTileColumns / V::size;
+  constexpr int kVecsOfTile = kTileColumns / V::size, kParts = 2 * kGroupBlocks / Path::kSteps;
   static_assert(kVecs % kVecsOfTile == 0 && kVecs <= 2 * kVecsOfTile, "whole tiles of one half");
   const UnpackedTile t = tile;
   RowPointers<kRows> left(t.left, t.left_stride);
@@ -371,23 +378,31 @@ void rows_times_bytes(const UnpackedTile& tile) {
       for (int v = 0; v < kVecs; v += kVecsOfTile)
         _mm_prefetch(reinterpret_cast<const char*>(out + g * t.ld + v * V::size), _MM_HINT_T1);
     Lanes sum[kRows][kVecs];
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      Lanes sums[kRows][kVecs];
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r)
+      for (int i = 0; i < Path::kSteps * Path::kWords; ++i, left.advance()) {
+        const char* const at = right + (part * Path::kSteps + i / Path::kWords) * kTileStepBytes;
+        Lanes w[kVecs];
 #pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v) sum[r][v] = broadcast(0);
-#pragma GCC unroll 8
-    for (int step = 0; step < 2 * kGroupBlocks; ++step, left.advance()) {
-      const char* const at = right + step * kTileStepBytes;
-      Lanes w[kVecs];
-#pragma GCC unroll 8
-      for (int v = 0; v < kVecs; ++v)
-        w[v] = load_lanes(at + v / kVecsOfTile * kTileBytes + v % kVecsOfTile * sizeof(V));
+        for (int v = 0; v < kVecs; ++v)
+          w[v] = Path::right(at + v / kVecsOfTile * kTileBytes + v % kVecsOfTile * sizeof(V), i % Path::kWords);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const Lanes x = DotInt8::left(left[r]);
+        for (int r = 0; r < kRows; ++r) {
+          const Lanes x = DotInt8::left(left[r]);
 #pragma GCC unroll 8
-        for (int v = 0; v < kVecs; ++v) sum[r][v] = DotInt8::add(sum[r][v], w[v], x);
+          for (int v = 0; v < kVecs; ++v)
+            sums[r][v] = i == 0 ? Path::multiply(w[v], x) : Path::add(sums[r][v], w[v], x);
+        }
       }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
+          const Lanes whole = Path::of_group(sums[r][v]);
+          sum[r][v] = part == 0 ? whole : add_words(sum[r][v], whole);
+        }
     }
     V scale[kVecs];
 #pragma GCC unroll 8
@@ -406,8 +421,8 @@ void rows_times_bytes(const UnpackedTile& tile) {
   for (int r = 0; r < kRows; ++r, out += t.ld)
 #pragma GCC unroll 8
     for (int v = 0; v < kVecs; ++v)
-      finish_groups(V::load(waiting + (r * kVecs + v) * V::size), 1, *t.tail, t.column + v * V::size, t.left_scale[r],
-                    t.left_zero[r])
+      finish_groups(V::load(waiting + (r * kVecs + v) * V::size), Path::kUnit, *t.tail, t.column + v * V::size,
+                    t.left_scale[r], t.left_zero[r])
           .store(out + v * V::size);
 }
 
@@ -424,19 +439,47 @@ GroupedKernels grouped_kernels_of() {
       []<int v, int r, int which>() { return rows_times_groups<Path, v, r, kGroupLines[which]>; });
 }
 
-// For unpacked panels: the shape of most rows.
+// The paths of unpacked panels. A sum has room for kSteps steps, each of which is kWords products.
 struct DotBytes {
+  static constexpr int kSteps = 2 * kGroupBlocks, kWords = 1;
+  static constexpr float kUnit = 1;
   static constexpr std::array<Shape, 1> kShapes{DotInt8::kShapes.back()};
+  static Lanes right(const char* p, int) { return load_lanes(p); }
+  static Lanes multiply(Lanes w, Lanes x) { return DotInt8::add(broadcast(0), w, x); }
+  static Lanes add(Lanes sum, Lanes w, Lanes x) { return DotInt8::add(sum, w, x); }
+  static Lanes of_group(Lanes sum) { return sum; }
+};
+
+// Without dot products: 16-bit sums of weights up to 16, of half a group: 8 * 255 * 16 < 2^15.
+struct MultiplyBytes : DotBytes {
+  static constexpr int kSteps = kGroupBlocks;
+  static constexpr std::array<Shape, 1> kShapes{kLeanShapes.back()};
+  static Lanes multiply(Lanes w, Lanes x) { return multiply_bytes(x, w); }
+  static Lanes add(Lanes sum, Lanes w, Lanes x) { return MultiplyInt4::add_products(sum, w, x); }
+  static Lanes of_group(Lanes sum) { return MultiplyInt4::of_group(sum); }
+};
+
+// Larger weights are widened as in MultiplyLevels: first bytes 0 and 2 of each 4, then 1 and 3, as those of the rows.
+struct MultiplyWords : MultiplyBytes {
+  static constexpr int kSteps = 2 * kGroupBlocks, kWords = 2;
+  static constexpr float kUnit = MultiplyLevels::kUnit;
+  static Lanes right(const char* p, int word) {
+    return word == 0 ? left_by_8(load_lanes(p)) : load_lanes(p) & broadcast(0xFF00FF00);
+  }
+  static Lanes multiply(Lanes w, Lanes x) { return multiply_pairs(w, x); }
+  static Lanes add(Lanes sum, Lanes w, Lanes x) { return WordInt8::add(sum, w, x); }
+  static Lanes of_group(Lanes sum) { return sum; }
 };
 
 using UnpackedKernels = KernelTable<UnpackedKernel, 1>;
 
 // The kernels for kFewest rows and more.
-template <int64_t kFewest>
-UnpackedKernels unpacked_kernels() {
-  constexpr auto kReached = reached<DotBytes, UnpackedKernels>(
-      [](int64_t, int64_t passes, int) { return passes >= Walk(DotBytes::kShapes, 1, kFewest).passes(); });
-  return kernel_table<DotBytes, UnpackedKernels, kReached>([]<int v, int r, int>() { return rows_times_bytes<v, r>; });
+template <typename Path, int64_t kFewest>
+UnpackedKernels unpacked_kernels_of() {
+  constexpr auto kReached = reached<Path, UnpackedKernels>(
+      [](int64_t, int64_t passes, int) { return passes >= Walk(Path::kShapes, 1, kFewest).passes(); });
+  return kernel_table<Path, UnpackedKernels, kReached>(
+      []<int v, int r, int>() { return rows_times_bytes<Path, v, r>; });
 }
 
 }  // namespace fastformer

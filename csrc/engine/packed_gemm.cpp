@@ -330,9 +330,7 @@ struct Int8ToWords {
     static const Kernels all = kernels_of<WordInt8>();
     return all;
   }
-  static void widen_row(const uint32_t* from, int64_t steps, uint32_t* to) {
-    for (int64_t i = 0; i < steps; ++i) to[2 * i] = from[i] & 0xFF00FF, to[2 * i + 1] = from[i] >> 8 & 0xFF00FF;
-  }
+  static void widen_row(const uint32_t* from, int64_t steps, uint32_t* to) { fastformer::widen_row(from, steps, to); }
   static void widen_step(const uint32_t* from, uint32_t* first, uint32_t* second) {
     const auto* words = reinterpret_cast<const int16_t*>(from);
     auto *low = reinterpret_cast<int16_t*>(first), *high = reinterpret_cast<int16_t*>(second);

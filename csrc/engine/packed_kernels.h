@@ -253,6 +253,11 @@ struct WordInt8 : IntegerSums<0> {
   }
 };
 
+// Widens each 4 bytes of a row to words: first bytes 0 and 2, then 1 and 3.
+inline void widen_row(const uint32_t* from, int64_t steps, uint32_t* to) {
+  for (int64_t i = 0; i < steps; ++i) to[2 * i] = from[i] & 0xFF00FF, to[2 * i + 1] = from[i] >> 8 & 0xFF00FF;
+}
+
 // Reads along kRows rows with one pointer for every fourth row. x86 addressing covers the rows between.
 template <int kRows>
 struct RowPointers {
