@@ -68,7 +68,8 @@ def _architecture(settings: Mapping[str, Any]) -> tuple[str, Architecture]:
     for name, architecture in ARCHITECTURES.items():
         if family == architecture.kind and architecture.is_written:
             return name, architecture
-    raise ValueError(f"expected a model of a family that GGUF has here, got a {family!r}")
+    written = ", ".join(repr(each.kind) for each in ARCHITECTURES.values() if each.is_written)
+    raise ValueError(f"expected a model of a family that is written as GGUF ({written}), got a {family!r}")
 
 
 def _sizes(name: str, settings: Mapping[str, Any], model: GPT) -> dict[str, Any]:
