@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "common/buffer.h"
 #include "common/gemm.h"
@@ -191,18 +192,35 @@ void unpack_panel(const PackedWeight& w, const char* group, UnpackedPanel& to) {
 // From this many rows on, faster products of bytes outweigh the cost of unpacking: those of AMX, and dot products, with
 // which 24 rows took 1.08 times as long, 64 rows 0.90 times and 256 rows 0.84 times (Emerald Rapids, AVX-512).
 constexpr int64_t kFewestOfDots = 32;
-// Without dot products, each pass has fewer rows: with AVX2, 8 rows of bytes took 1.08 times as long, 10 rows 0.96
-// times and 512 rows 0.8 times; 4 rows of words 1.02 times, 6 rows 0.92 times and 512 rows 0.74 times (Zen 3). AVX-512
-// without them was not measured.
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int64_t kFewestOfBytes = kFewestOfDots, kFewestOfWords = kFewestOfDots;
+// Without dot products, no number of rows was measured.
+int64_t fewest_unpacked(const PackedWeight&) {
+  return has_int8_dot() ? kFewestOfDots : std::numeric_limits<int64_t>::max();
+}
+
+const UnpackedKernels& unpacked_kernels(const PackedWeight&) {
+  static const auto of_dots = unpacked_kernels_of<DotBytes, kFewestOfDots>();
+  return of_dots;
+}
 #else
+// Without dot products, each pass has fewer rows: 8 rows of bytes took 1.08 times as long, 10 rows 0.96 times and 512
+// rows 0.8 times; 4 rows of words 1.02 times, 6 rows 0.92 times and 512 rows 0.74 times (Zen 3, AVX2).
 constexpr int64_t kFewestOfBytes = 10, kFewestOfWords = 5;
-#endif
 
 int64_t fewest_unpacked(const PackedWeight& w) {
   return has_int8_dot() ? kFewestOfDots : has_large_levels(w) ? kFewestOfWords : kFewestOfBytes;
 }
+
+const UnpackedKernels& unpacked_kernels(const PackedWeight& w) {
+  if (has_int8_dot()) {
+    static const auto of_dots = unpacked_kernels_of<DotBytes, kFewestOfDots>();
+    return of_dots;
+  }
+  static const auto of_bytes = unpacked_kernels_of<MultiplyBytes, kFewestOfBytes>();
+  static const auto of_words = unpacked_kernels_of<MultiplyWords, kFewestOfWords>();
+  return has_large_levels(w) ? of_words : of_bytes;
+}
+#endif
 
 // Multiplies by AMX, group by group, on panels unpacked to bytes. All else is as in the kernels. The sums of some
 // groups are scaled while the next ones are multiplied.
@@ -245,16 +263,6 @@ void gemm_by_tiles(const RowsView& x, int64_t rows, const PackedWeight& w, int64
     add_groups(last, 0, GroupSums::kTiles);  // the next panel gets other scales
     last->groups = 0;
   }
-}
-
-const UnpackedKernels& unpacked_kernels(const PackedWeight& w) {
-  if (has_int8_dot()) {
-    static const auto of_dots = unpacked_kernels_of<DotBytes, kFewestOfDots>();
-    return of_dots;
-  }
-  static const auto of_bytes = unpacked_kernels_of<MultiplyBytes, kFewestOfBytes>();
-  static const auto of_words = unpacked_kernels_of<MultiplyWords, kFewestOfWords>();
-  return has_large_levels(w) ? of_words : of_bytes;
 }
 
 // The rows of activations as kernels of unpacked panels read them: bytes or, for large levels, words.
