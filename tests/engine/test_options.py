@@ -219,7 +219,8 @@ def assert_as_with_rounded_cache(names: Sequence[str], lengths: Sequence[int], s
     Where a number of the cache lies between two whole ones, the last bit of a product decides which one it becomes, in
     the plain model in fp32 too. Most prompts of a few tokens have no such number, and long ones have some always. So a
     quarter of the short ones have to be as near as the plain model in fp32, and none may be further away than if all of
-    its numbers were rounded anew; in bf16 and int8 one may, and half of those of a model with states.
+    its numbers were rounded anew. In bf16 and int8 half of those of a model with states may, and one of a model whose
+    layers have inputs, which a norm behind a gate enlarges.
     """
     case, dice = ModelCase(names), random.Random(seed)
     short = [1, 2, 3, 4] * 3
@@ -236,7 +237,7 @@ def assert_as_with_rounded_cache(names: Sequence[str], lengths: Sequence[int], s
             near = error[: len(short)].sort().values[len(short) // 4 - 1]
             assert near < bound + 2 * errors(rounded, due)[: len(short)].median()
         beyond = (error - errors(exact, due)).sort().values
-        outliers = 0 if precision == "fp32" else len(beyond) // 2 if has_states(names) else 1
+        outliers = 0 if precision == "fp32" else len(beyond) // 2 if has_states(names) else "inputs of layers" in names
         assert beyond[-1 - outliers] < bound, precision
         for prompt, row, together in zip(prompts, new, logits, strict=True):
             assert torch.equal(logits_of(case.session(precision, "int8"), [prompt], [row], threads=2)[0], together)
