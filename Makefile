@@ -53,8 +53,8 @@ peers: $(INSTALLED) $(BIN)/llama-bench $(BIN)/ik-llama-bench
 
 build/peers/%: | $(INSTALLED)
 	mkdir -p build/peers
-	$(BIN)/pip download -q --disable-pip-version-check --no-deps --no-binary :all: -d build/peers \
-		$(subst _,-,$(subst -,==,$(firstword $(subst /, ,$*))))
+	$(BIN)/pip download -q --disable-pip-version-check --no-deps -d build/peers \
+		--no-binary $(firstword $(subst -, ,$*)) $(subst -,==,$(firstword $(subst /, ,$*)))
 	tar xzf build/peers/$(firstword $(subst /, ,$*)).tar.gz -C build/peers
 
 # $(1): the sources; $(2): what names of programs begin with; $(3): flags of the compiler.
