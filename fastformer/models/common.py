@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
+from fastformer.engine.checks import is_traced
 from fastformer.models.rotary_scaling import RotaryScaling, RotarySpeeds
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import PositionalEncoding, RelativePositionBias, RotaryEmbedding, RotaryPositions
@@ -245,7 +246,8 @@ def check_ids(
 ) -> None:
     """Checks ids against the vocabulary and the positions that a model has.
 
-    The values are read on a CPU only: on a GPU that would be a host sync, and the loader has checked them there.
+    The values are read on a CPU only: on a GPU that would be a host sync, and the loader has checked them there. They
+    can't be read within a compiler, a tracer or a transform of functorch, such as vmap.
 
     Args:
         ids: (batch, seqlen), or (total,) with a packed layout.
@@ -280,7 +282,7 @@ def check_ids(
             f"expected {name} sequences of at most max_len = {max_len} tokens, got {longest + before}: "
             "cut them, or configure the model with a larger max_len"
         )
-    if ids.numel() and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+    if ids.numel() and ids.device.type == "cpu" and not is_traced():
         low, high = ids.aminmax()
         if low < 0 or high >= vocab_size:
             raise ValueError(
@@ -300,7 +302,7 @@ def trailing_padding(ids: Tensor, pad_id: int, name: str) -> SequenceLayout:
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"expected {name} ids of shape (batch, seqlen), got {got}")
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+    if ids.device.type == "cpu" and not is_traced():
         real = ids != pad_id
         rows = (real[:, 1:] & ~real[:, :-1]).any(1)
         if bool(rows.any()):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastformer.engine.checks import is_traced
 from fastformer.nn.errors import InputError
 from fastformer.nn.masks import is_causal_mask
 from fastformer.special_ids import SpecialIds
@@ -186,8 +187,8 @@ def _on_host(seqlens: Tensor) -> Tensor | None:
 
 
 def _readable(seqlens: Tensor) -> bool:
-    # On a GPU reading the values would be a host sync; under a tracer there are no values.
-    return type(seqlens) is Tensor and seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    # On a GPU reading the values would be a host sync; under a tracer or functorch there are no values.
+    return type(seqlens) is Tensor and seqlens.device.type == "cpu" and not is_traced()
 
 
 def _check_lengths(seqlens: Tensor, max_seqlen: int) -> None:

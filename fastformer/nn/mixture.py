@@ -15,6 +15,7 @@ from fastformer.engine.checks import active_dropout
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation, FeedForward, activate, fused_name, is_gated, resolve_activation
 from fastformer.nn.linear import linear
+from fastformer.ops._transforms import is_transformed
 from fastformer.ops.feed_forward import feed_forward
 
 # The list that a `recorded_router_logits` collects, in the code that it surrounds.
@@ -154,6 +155,8 @@ class MixtureOfExperts(nn.Module):
         return experts, weights
 
     def _run_experts(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        if is_transformed() or torch.compiler.is_exporting():
+            return self._run_all_experts(rows, experts, weights)
         order = experts.flatten().argsort(stable=True)  # pairs of a token and an expert, expert by expert
         counts = torch.bincount(experts.flatten(), minlength=self.num_experts).tolist()
         parts = rows.index_select(0, order // self.num_experts_per_tok).split(counts)
@@ -166,6 +169,13 @@ class MixtureOfExperts(nn.Module):
             return torch.zeros_like(rows)
         of_pairs = torch.cat(outputs).index_select(0, order.argsort()).view(*experts.shape, -1)
         return (of_pairs * weights[..., None].to(of_pairs.dtype)).sum(1)
+
+    def _run_all_experts(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Computes the same by every expert for every token, where the number of an expert's tokens can't be read."""
+        each = zip(self.linear1.each(), self.linear2.each(), strict=True)
+        of_all = torch.stack([self._run_expert(rows, first, second) for first, second in each], 1)
+        chosen = of_all.gather(1, experts[..., None].expand(*experts.shape, rows.shape[1]))
+        return (chosen * weights[..., None].to(chosen.dtype)).sum(1)
 
     def _run_expert(
         self, rows: Tensor, first: tuple[Tensor, Tensor | None], second: tuple[Tensor, Tensor | None]
