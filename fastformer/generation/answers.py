@@ -171,8 +171,11 @@ class AnswerParser:
         for mark in (form.begin, form.end):
             if mark and text.startswith(mark):
                 return self._skip(len(mark))
-            if mark and not is_end and mark.startswith(text):
-                return False
+            if mark and mark.startswith(text):
+                if is_end and self.num_calls:  # the answer ends within a mark behind a call
+                    return self._skip(len(text))
+                if not is_end:
+                    return False
         if text[0].isspace() or text[0] in "[],;":
             return self._skip(1)
         if form.behind_name:

@@ -93,6 +93,18 @@ def test_a_call_that_has_not_ended_is_the_text_from_its_mark_on(kind) -> None:
         assert parser.unfinished and content + parser.unfinished == told
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SAID if FORMATS[kind].begin and not FORMATS[kind].has_channels])
+def test_a_mark_that_the_end_has_cut_behind_a_call_is_no_content(kind) -> None:
+    form = FORMATS[kind]
+    for mark in filter(None, (form.begin, form.end)):
+        for size in range(len(mark)):
+            parser = parser_of(AnswerStyle(form, SCHEMAS))
+            parts = [*parser.add(f"{SAID[kind]}\n{mark[:size]}"), *parser.add("", is_end=True)]
+            content = [part.text for part in parts if part.kind == "content"]
+            assert "".join(content).strip() == SAID[kind][: SAID[kind].index(form.begin)].strip()
+            assert len(calls_of(parts, AnswerStyle(form, SCHEMAS))) == 2 and not parser.unfinished
+
+
 PIECES = {
     **SAID,
     "no call": "plain <tool text < [TOOL </think> and {",
