@@ -24,6 +24,11 @@ NOTES = frozenset(("title", "description", "default", "example", "examples", "de
 _OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
                          "strict", *NOTES))  # fmt: skip
 _MOST_ALTERNATIVES = 1000  # references may multiply them
+_MOST_DEPTH = 20
+_TYPES: dict[type, tuple[str, ...]] = {
+    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), list: ("array",),
+    dict: ("object",), type(None): ("null",),
+}  # fmt: skip
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some templates write values
 
 
@@ -71,7 +76,7 @@ def _alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Itera
         schema = {"type": ["string", "object", "array", "number", "boolean", "null"]}
     lists = [schema[name] for name in ("anyOf", "oneOf", "enum") if name in schema] if isinstance(schema, dict) else [0]
     is_empty = isinstance(schema, dict) and schema.get("type") == []
-    if depth > 20 or is_empty or not all(isinstance(one, list) and one for one in lists):
+    if depth > _MOST_DEPTH or is_empty or not all(isinstance(one, list) and one for one in lists):
         raise ValueError(f"expected the schema of an argument, got {schema!r:.80}")
     for name in ("anyOf", "oneOf"):
         if name in schema:
@@ -107,6 +112,40 @@ def _target(reference: Any, root: Mapping[str, Any]) -> Any:
     for name in str(reference).removeprefix("#/").split("/"):
         place = place.get(name) if isinstance(place, Mapping) else None
     return place
+
+
+def fits(value: Any, schema: Any, root: Mapping[str, Any], depth: int = 0) -> bool:
+    """Returns whether a value has the types, listed values, bounds, items and properties of a schema.
+
+    Other conditions, and schemas that can't be read, are taken to be met.
+    """
+    if isinstance(schema, bool) or depth > _MOST_DEPTH:
+        return schema is not False
+    try:
+        return any(_has_all(value, one, root, depth) for one in alternatives(schema, root))
+    except (AttributeError, TypeError, ValueError):
+        return True
+
+
+def _has_all(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> bool:
+    types = schema.get("type", [])
+    kinds = _TYPES[type(value)] + (("integer",) if isinstance(value, float) and value.is_integer() else ())
+    if types and not {*kinds}.intersection([types] if isinstance(types, str) else types):
+        return False
+    if (values := given_values(schema)) is not None:
+        return any(one == value and isinstance(one, bool) == isinstance(value, bool) for one in values)
+    least, most, number = schema.get("minimum"), schema.get("maximum"), value
+    if isinstance(value, list):
+        least, most, number = schema.get("minItems"), schema.get("maxItems"), len(value)
+        if not all(fits(one, schema.get("items", True), root, depth + 1) for one in value):
+            return False
+    elif isinstance(value, dict):
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        parts = all(fits(one, properties.get(name, others), root, depth + 1) for name, one in value.items())
+        return parts and all(name in value for name in schema.get("required", []))
+    elif not isinstance(value, int | float):
+        return True
+    return (least is None or least <= number) and (most is None or number <= most)
 
 
 def expression(schema: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ decides what "7" is.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from fastformer.generation.argument_schemas import (
     alternatives,
     as_json,
     expression,
+    fits,
     given_values,
     json_rule,
     kinds,
@@ -30,6 +32,7 @@ from fastformer.generation.argument_schemas import (
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 _END_FUNCTION, _END_PARAMETER = "</function>", "</parameter>"
+_TEXT = re.compile(r'"([^"\\]|\\.)*"', re.DOTALL)  # of JSON
 _TWO_ENDS = r"(?s:.*)<\/parameter>(?s:.*)<\/parameter>\n"
 
 
@@ -128,23 +131,39 @@ class TaggedCall:
     def _value(self) -> None:
         if not self._text.endswith(_END_PARAMETER):
             return
-        value = self._text.removesuffix(_END_PARAMETER).removeprefix("\n").removesuffix("\n")
+        written = self._text.removesuffix(_END_PARAMETER)
+        allowed, root = self._allowed()
+        may_be_text = any("string" in kinds(one) for one in allowed)
+        others = [one for one in allowed if any(kind != "string" for kind in kinds(one))]
+        if others and _is_open(written):
+            return
+        value = written.removeprefix("\n").removesuffix("\n")
+        read = as_json(value) if others else None
+        # A text needs no quotes, so that these may be its own.
+        is_text = may_be_text and read is not None and not any(_fits(read, one, root) for one in others)
+        if read is None or is_text:
+            read = json.dumps(value, ensure_ascii=False)
         begin = ", " if self._count else "{"
-        self._arguments.append(f"{begin}{json.dumps(self._key, ensure_ascii=False)}: {self._as_json(value)}")
+        self._arguments.append(f"{begin}{json.dumps(self._key, ensure_ascii=False)}: {read}")
         self._count += 1
         self._reads, self._text = self._between, ""
 
-    def _as_json(self, value: str) -> str:
-        """Returns a value as JSON: the one that its schema asks for, and a text if it isn't JSON."""
+    def _allowed(self) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
+        """Returns the alternatives of the argument's schema, and the schema of all arguments."""
         root = self._schemas.get(self.name or "", {})
         properties = root.get("properties")
         try:
-            allowed = alternatives(properties[self._key] if isinstance(properties, Mapping) else {}, root)
+            return alternatives(properties[self._key] if isinstance(properties, Mapping) else {}, root), root
         except (KeyError, ValueError):
-            allowed = [{}]
-        found = {kind for one in allowed for kind in kinds(one)}
-        text = json.dumps(value, ensure_ascii=False)
-        written = None if found == {"string"} else as_json(value)
-        if written is None or (written[0] == '"' and "string" in found):  # the quotes may be its own
-            return text
-        return written
+            return [{}], root
+
+
+def _is_open(written: str) -> bool:
+    """Returns whether JSON has a text that hasn't ended, to which a tag belongs; such a text has no line ends."""
+    begins = written.lstrip()[:1] in ("[", "{", '"')
+    return begins and not written.endswith("\n") and '"' in _TEXT.sub("", written)
+
+
+def _fits(written: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Returns whether JSON is a value of a schema, and no text."""
+    return written[0] != '"' and fits(json.loads(written), schema, root)

@@ -25,6 +25,11 @@ PROPERTIES: dict[str, Any] = {
     "maybe": {"anyOf": [TEXT, {"type": "null"}]}, "either": {"type": ["string", "integer"]}, "any": {},
     "day": {"enum": ["Monday", "7"]}, "level": {"enum": [1, "two"]}, "list": {"type": "array", "items": TEXT},
     "object": {"$ref": "#/$defs/pair"}, "name": {"$ref": "#/$defs/name"}, "one": {"const": 1},
+    "odd": {"anyOf": [TEXT, {"type": "array", "items": 3}, {"type": "integer", "minimum": "a"}]},
+    "digit": {"anyOf": [TEXT, {"type": "integer", "minimum": 0, "maximum": 9}]},
+    "pair": {"anyOf": [{"type": "array", "items": {"type": "number"}, "maxItems": 2}, TEXT,
+                       {"type": "object", "properties": {"a": {"$ref": "#/$defs/name"}}, "required": ["a"],
+                        "additionalProperties": False}]},
 }  # fmt: skip
 SCHEMA = {
     "type": "object",
@@ -53,6 +58,15 @@ def arguments_of(text: str, schema: Any = SCHEMA, pieces: int = 1000) -> Any:
     ("maybe", '"a"', '"a"'), ("either", "7", 7), ("either", "7a", "7a"), ("any", "[1, {}]", [1, {}]), ("any", "x", "x"),
     ("day", "7", "7"), ("level", "1", 1), ("level", "two", "two"), ("list", '["a"]', ["a"]), ("list", "a, b", "a, b"),
     ("object", '{"a": "b"}', {"a": "b"}), ("name", "7", "7"), ("one", "1", 1), ("unknown", "7", 7),
+    ("list", '["a</parameter>", "\\"</parameter>\\n"]', ["a</parameter>", '"</parameter>\n']),
+    ("object", '{"</parameter>": "\\\\"}', {"</parameter>": "\\"}), ("list", '["a', '["a'),
+    ("any", '[{"a": "</parameter>"}]', [{"a": "</parameter>"}]), ("text", '["a"', '["a"'), ("maybe", '"', '"'),
+    ("maybe", "7", "7"), ("maybe", "true", "true"), ("either", "7.5", "7.5"), ("either", "7.0", 7.0),
+    ("either", "[7]", "[7]"), ("either", "null", "null"), ("level", "2", "2"), ("level", "1.0", 1.0),
+    ("digit", "7", 7), ("digit", "17", "17"), ("digit", "-1", "-1"), ("pair", "[1, 2]", [1, 2]),
+    ("pair", "[1, 2, 3]", "[1, 2, 3]"), ("pair", "[1, true]", "[1, true]"), ("pair", '{"a": "b"}', {"a": "b"}),
+    ("pair", '{"a": 1}', '{"a": 1}'), ("pair", '{"b": "c"}', '{"b": "c"}'), ("pair", "{}", "{}"),
+    ("odd", "[7]", [7]), ("odd", "7", 7),
     ("unknown", "a", "a"), ("text", "漢 \\ \" \t", "漢 \\ \" \t"),
 ])  # fmt: skip
 def test_the_schema_decides_what_a_value_is(key, said, value) -> None:
@@ -162,3 +176,20 @@ def test_a_text_has_no_end_of_its_tag(folder) -> None:
     for text, is_allowed in (("a\n\n</param> b", True), ("", True), ("a</parameter>b", False)):
         said = f"\n<function=f>\n<parameter=text>\n{text}\n</parameter>\n</function>\n</tool_call>"
         assert vocabulary.matcher(grammar, ()).allows(vocabulary.split(said.encode())) == is_allowed, text
+
+
+@each("described, value", [
+    ({"type": "array", "items": TEXT}, ["</parameter>"]), ({"type": ["array", "null"]}, ["a</parameter>\n"]),
+    ({"type": "object", "additionalProperties": TEXT}, {"</parameter>": "\\</parameter>\""}),
+])  # fmt: skip
+def test_json_may_hold_the_end_of_its_tag(described, value, folder) -> None:
+    pytest.importorskip("llguidance", reason="the llguidance library is not installed")
+    model, tokenizer = load_model(folder, ("GPT",))
+    vocabulary = Vocabulary.of(tokenizer, model.config.vocab_size)
+    schema = {"type": "object", "properties": {"a": described, "b": {"type": "null"}}, "required": ["a", "b"]}
+    grammar = Constraint("grammar", FORMATS["tags"].grammar({"f": schema}, {}, is_parallel=False))
+    inner = f"<parameter=a>\n{json.dumps(value)}\n</parameter>\n<parameter=b>\nnull\n</parameter>\n"
+    said = f"\n<function=f>\n{inner}</function>\n</tool_call>"
+    assert vocabulary.matcher(grammar, ()).allows(vocabulary.split(said.encode()))
+    for pieces in (1, 7, 1000):
+        assert arguments_of(f"<tool_call>{said}", schema, pieces) == {"a": value, "b": None}
