@@ -107,6 +107,7 @@ class Chat:
         self._ends = self.template.end_ids(self.tokenizer, SpecialIds.of(self._generator.model.config).eos)
         self._turns = 0
         self.messages: list[dict[str, Any]] = []
+        self._conversation = 0  # the number of calls of `reset`
         self.reset()
 
     @classmethod
@@ -182,7 +183,7 @@ class Chat:
             raise ValueError("expected neither beams nor several samples: a conversation has one answer")
         message = {"role": "user", "content": text}
         ids, config, style = self._prompt(message, config)
-        return self._parts(message, ids, config, style)
+        return self._parts(message, ids, config, style, self._conversation)
 
     @staticmethod
     def _contents(parts: PythonGenerator[Part, None, None]) -> Pieces:
@@ -192,7 +193,7 @@ class Chat:
                     yield part.text
 
     def _parts(
-        self, message: dict[str, Any], ids: list[int], config: GenerationConfig, style: AnswerStyle
+        self, message: dict[str, Any], ids: list[int], config: GenerationConfig, style: AnswerStyle, conversation: int
     ) -> PythonGenerator[Part, None, None]:
         is_over, count, begin, told = False, 0, list[int](), list[Part]()
         if config.constraint is not None:
@@ -211,7 +212,7 @@ class Chat:
                 yield part
             is_over = True
         finally:
-            if told or is_over:
+            if (told or is_over) and conversation == self._conversation:
                 self._turns += 1
                 content, reasoning = (
                     "".join(part.text for part in told if part.kind == kind) for kind in ("content", "reasoning")
@@ -224,7 +225,8 @@ class Chat:
                     )
 
     def reset(self) -> None:
-        """Forgets the conversation, except for the system prompt."""
+        """Forgets the conversation, except for the system prompt, and with it an answer that has not ended."""
+        self._conversation += 1
         self.messages[:] = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def stats(self) -> Load:

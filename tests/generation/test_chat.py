@@ -250,6 +250,19 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(folders) -> None:
     assert len(chat.messages) == 4 and chat.ask("men")
 
 
+def test_a_reset_forgets_an_answer_that_has_not_ended(folders) -> None:
+    chat = Chat.from_pretrained(folders("llama3"), do_sample=False, max_new_tokens=16, system="a dog")
+    kept = [*chat.messages]
+    for is_begun in (True, False):
+        for ends in (list, lambda pieces: pieces.close()):
+            pieces = chat.stream("men")
+            said = next(pieces) if is_begun else ""
+            chat.reset()
+            ends(pieces)
+            assert chat.messages == kept and bool(said) == is_begun
+    assert chat.ask("birds") and [message["content"] for message in chat.messages[:2]] == ["a dog", "birds"]
+
+
 def test_a_conversation_that_is_full(folders, caplog) -> None:
     model, tokenizer = loaded(folders("llama3"))
     config = GenerationConfig(max_new_tokens=40)
