@@ -19,10 +19,29 @@ _FORMATS = {
     "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "email": r"[^@\s]+@[^@\s]+",
     "uri": r"[A-Za-z][A-Za-z0-9+.\-]*:[^\s]+", "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
 }  # fmt: skip
-NOTES = frozenset(("title", "description", "default", "example", "examples", "deprecated", "nullable", "readOnly",
-                    "writeOnly", "$comment", "$id"))  # fmt: skip
-_OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
-                         "strict", *NOTES))  # fmt: skip
+# The keywords of JSON schemas that say what a value has to be. By its specification, all others only tell something
+# about it, such as title or x-order.
+_DEFINITIONS = frozenset(("$defs", "definitions"))
+_OF_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_OF_LISTS = frozenset((
+    "items", "prefixItems", "additionalItems", "contains", "minContains", "maxContains", "minItems", "maxItems",
+    "uniqueItems", "unevaluatedItems",
+))  # fmt: skip
+_OF_OBJECTS = frozenset((
+    "properties", "patternProperties", "additionalProperties", "required", "propertyNames", "minProperties",
+    "maxProperties", "dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties",
+))  # fmt: skip
+_KEYWORDS = _OF_NUMBERS | _OF_LISTS | _OF_OBJECTS | {
+    "type", "enum", "const", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "allOf", "not", "if",
+    "then", "else", "$ref", "$dynamicRef", "$recursiveRef",
+}  # fmt: skip
+_PARTS = _DEFINITIONS | {
+    "properties", "patternProperties", "dependentSchemas", "anyOf", "oneOf", "allOf", "prefixItems", "items",
+    "contains", "additionalItems", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties",
+    "not", "if", "then", "else",
+}  # fmt: skip
+_NAMED = _DEFINITIONS | {"properties", "patternProperties", "dependentSchemas"}  # parts by names of any kind
+_FORMATS_OF_JSON = frozenset((*_FORMATS, "duration", "hostname", "ipv4", "ipv6"))  # those that llguidance knows
 _MOST_ALTERNATIVES = 1000  # references may multiply them
 _MOST_DEPTH = 20
 _TYPES: dict[type, tuple[str, ...]] = {
@@ -30,6 +49,33 @@ _TYPES: dict[type, tuple[str, ...]] = {
     dict: ("object",), type(None): ("null",),
 }  # fmt: skip
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some templates write values
+
+
+def conditions(schema: Mapping[str, Any]) -> set[str]:
+    """Returns the keywords of a schema that say what a value has to be."""
+    return set(schema) & _KEYWORDS
+
+
+def asserted(schema: Any, *, is_json: bool) -> Any:
+    """Returns a schema without what says nothing of a value: formats that aren't known, and uniqueItems of False.
+
+    Args:
+        schema: the schema. By the specification of JSON schemas, a format that isn't known only describes a value.
+        is_json: whether the value is JSON; of other texts, fewer formats are known.
+    """
+    if isinstance(schema, list):
+        return [asserted(one, is_json=is_json) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    known, found = _FORMATS_OF_JSON if is_json else _FORMATS.keys(), {}
+    for name, value in schema.items():
+        is_note = name == "format" and isinstance(value, str) and value not in known
+        if is_note or (name == "uniqueItems" and value is False):
+            continue
+        if name in _NAMED and isinstance(value, Mapping):
+            value = {key: asserted(one, is_json=is_json) for key, one in value.items()}
+        found[name] = asserted(value, is_json=is_json) if name in _PARTS - _NAMED else value
+    return found
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +86,8 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if isinstance(properties, dict) and isinstance(required, list) and schema.get("type", "object") == "object":
-        unknown = [*(schema.keys() - _OF_OBJECTS), *(name for name in required if name not in [*properties])]
+        others = conditions(schema) - {"type", "properties", "required", "additionalProperties"}
+        unknown = [*sorted(others), *(name for name in required if name not in [*properties])]
         if not unknown:
             return properties
         raise ValueError(f"expected the schema of an object with its properties, got one with {unknown!r:.80}")
@@ -56,7 +103,7 @@ def json_rule(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
 
 def is_any(schema: Any) -> bool:
     """Returns whether every value matches a schema."""
-    return schema is True or (isinstance(schema, dict) and schema.keys() <= NOTES)
+    return schema is True or (isinstance(schema, dict) and not conditions(schema))
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -80,16 +127,16 @@ def _alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Itera
         raise ValueError(f"expected the schema of an argument, got {schema!r:.80}")
     for name in ("anyOf", "oneOf"):
         if name in schema:
-            if unknown := schema.keys() - {name} - NOTES:
+            if unknown := conditions(schema) - {name}:
                 raise ValueError(f"expected {name} alone in the schema of an argument, got {sorted(unknown)} beside it")
             for one in schema[name]:
                 yield from _alternatives(one, root, depth + 1)
             return
-    if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1 and schema.keys() <= {"allOf", *NOTES}:
+    if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1 and conditions(schema) == {"allOf"}:
         yield from _alternatives(parts[0], root, depth + 1)
         return
     if "$ref" in schema and (found := _target(schema["$ref"], root)) is not None:
-        beside = {name: value for name, value in schema.items() if name != "$ref" and name not in NOTES}
+        beside = {name: schema[name] for name in conditions(schema) - {"$ref"}}
         if beside:
             if not isinstance(found, dict) or beside.keys() & found.keys():
                 raise ValueError(f"expected $ref alone in the schema of an argument, got {sorted(beside)} beside it")
@@ -154,7 +201,8 @@ def expression(schema: Mapping[str, Any]) -> str:
     Raises:
         ValueError: it has more than one condition, or one that isn't known.
     """
-    given = {name: value for name, value in schema.items() if name not in NOTES and name != "type"}
+    of_others = _OF_NUMBERS | _OF_LISTS | _OF_OBJECTS  # which no text breaks
+    given = {name: schema[name] for name in conditions(schema) - of_others - {"type"}}
     if not given:
         return _ANY_TEXT
     if given.keys() <= {"minLength", "maxLength"}:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from fastformer.generation.argument_schemas import (
-    NOTES,
     alternatives,
     as_json,
+    conditions,
     expression,
     given_values,
     is_any,
@@ -119,7 +119,7 @@ class _Rules:
                 raise ValueError(f"expected a schema with a type, got {schema!r:.80}")
             return json_rule(schema, {} if schema is _WORDS else self._root)
         begin, end, of_items = ("[", "]", "items") if kind == "array" else ("{", "}", "additionalProperties")
-        if unknown := schema.keys() - {"type", of_items, *(_COUNTS if kind == "array" else ()), *NOTES}:
+        if unknown := conditions(schema) - {"type", of_items, *(_COUNTS if kind == "array" else ())}:
             raise ValueError(f"expected the schema of an {kind} with its {of_items}, got one with {sorted(unknown)}")
         least, items = schema.get("minItems", 0), schema.get(of_items, True)
         most = schema.get("maxItems", _MANY)

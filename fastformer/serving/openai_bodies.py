@@ -261,11 +261,16 @@ class MessageBody(Body):
 
 
 class FunctionBody(Body):
-    """A function that the model may call, with the JSON schema of its arguments."""
+    """A function that the model may call, with the JSON schema of its arguments.
+
+    Attributes:
+        strict: whether a format of the schema that isn't known is an error.
+    """
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolBody(Body):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fastformer.generation.answers import AnswerStyle, Part
+from fastformer.generation.argument_schemas import asserted
 from fastformer.generation.constraints import Constraint, Triggers
 from fastformer.generation.streaming import special_marks
 from fastformer.generation.tool_formats import ToolFormat, format_of
@@ -25,12 +26,26 @@ class RequestTools(NamedTuple):
         described: the tools, as templates read them.
         schemas: the schemas of their arguments, by name.
         forced: the tools of which the answer has to call one; empty: the model decides.
+        strict: the tools whose schemas are enforced with all that they say.
     """
 
     format: ToolFormat
     described: list[dict[str, Any]]
     schemas: dict[str, dict[str, Any]]
     forced: list[str]
+    strict: frozenset[str]
+
+    def enforced(self) -> dict[str, Any]:
+        """Returns the schemas of the tools that may be called, as grammars enforce them.
+
+        As the specification of JSON schemas has it, a format that isn't known is no condition, unless the tool is
+        strict.
+        """
+        is_json = self.format.syntax == "json"
+        return {
+            name: self.schemas[name] if name in self.strict else asserted(self.schemas[name], is_json=is_json)
+            for name in self.forced or self.schemas
+        }
 
 
 def tools_of(body: ChatBody, template: str) -> RequestTools | None:
@@ -61,7 +76,8 @@ def tools_of(body: ChatBody, template: str) -> RequestTools | None:
                for function in functions}  # fmt: skip
     if len(schemas) < len(functions):
         raise ApiError("expected functions of different names", param="tools")
-    return RequestTools(form, described, schemas, forced)
+    strict = frozenset(function.name for function in functions if function.strict)
+    return RequestTools(form, described, schemas, forced, strict)
 
 
 async def check_calls(
@@ -90,12 +106,11 @@ async def check_calls(
     if not tools.forced and answer is None:
         return None
     special = special_marks(service.session.tokenizer, tools.format.marks)
-    schemas = {name: tools.schemas[name] for name in tools.forced or tools.schemas}
     is_parallel = body.parallel_tool_calls is not False
     try:
         # An answer that has to call a tool is nothing else, so that its own format doesn't matter.
         grammar = tools.format.grammar(
-            schemas, special, is_parallel=is_parallel, answer=None if tools.forced else answer
+            tools.enforced(), special, is_parallel=is_parallel, answer=None if tools.forced else answer
         )
         return await compiled(Constrained("tools", {"grammar": grammar}), service, deadline)
     except (ValueError, RecursionError) as error:
@@ -118,7 +133,7 @@ async def begun_calls(
     special = special_marks(service.session.tokenizer, tools.format.marks)
     is_parallel = body.parallel_tool_calls is not False
     try:
-        grammar = tools.format.grammar(tools.schemas, special, is_parallel=is_parallel, is_begun=True)
+        grammar = tools.format.grammar(tools.enforced(), special, is_parallel=is_parallel, is_begun=True)
         return await compiled(Constrained("tools", {"grammar": grammar}), service, deadline)
     except ConstraintTooLarge:
         return None

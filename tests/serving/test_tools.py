@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -293,6 +294,27 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_before_any_token(fold
             tools = [{"type": "function", "function": {"name": "a", "parameters": schema}}]
             answer = await http.post("/v1/chat/completions", json={"messages": ASKED, "tools": tools, "max_tokens": 2})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools", (schema, answer.text)
+
+
+@pytest.mark.parametrize("family", ["hermes", "tags", "gemma 4"], indirect=True)
+async def test_what_only_describes_an_argument_is_no_condition(family, folder) -> None:
+    described = {"type": "string", "format": "phone", "x-order": 1, "contentEncoding": "base64"}
+    listed = {"type": "array", "items": {"type": "integer", "format": "int32", "x-of": {}}, "uniqueItems": False}
+    properties = {"format": described, "uniqueItems": listed if family != "gemma 4" else described}
+    schema: dict[str, Any] = {
+        "type": "object", "x-name": "a", "$anchor": "b", "required": ["format"],
+        "properties": properties,
+    }  # fmt: skip
+    async with serving(open_service(folder)) as http:
+        for choice, strict, status in itertools.product(("auto", "required"), (None, False, True), (200, 400)):
+            own = schema
+            if status == 400:  # these say what the argument has to be, so that they are conditions in any case
+                wrong = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+                own = {**schema, "properties": {**properties, "more": wrong}}
+            tools = [{"type": "function", "function": {"name": "a", "parameters": own, "strict": strict}}]
+            body = {"messages": ASKED, "tools": tools, "tool_choice": choice, "max_tokens": 3}
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == (400 if strict else status), (choice, strict, answer.text)
 
 
 async def test_auto_is_answered_where_calls_cannot_be_constrained(tmp_path) -> None:
