@@ -197,7 +197,7 @@ PackedAdapter::PackedAdapter(std::shared_ptr<const PackedModel> model, const Mod
   PanelMemory memory(int64_t(2) << 20);  // of its own, which is freed with it
   const std::vector<PackedLayer>& layers = model_->decoder.layers;
   for (size_t i = 0; i < layers.size() && !model_->options.has_encoder(); ++i) {
-    const bool attends = layers[i].delta.empty();
+    const bool attends = layers[i].attends();
     const std::pair<const char*, const PackedWeight*> weights[] = {
         {attends ? "self_attn.in_proj_weight" : "self_attn.in_proj.weight", &layers[i].qkv},
         {attends ? "self_attn.gate_proj.weight" : "self_attn.gates.weight", &layers[i].gates},

@@ -311,7 +311,7 @@ std::vector<Draft> Session::draft(const Ids& tokens, const Places& counts, const
 void Session::cut(const Places& counts) {
   if (std::ssize(counts) != num_groups()) throw std::invalid_argument("expected counts, one for each group");
   if (cache_.state_bytes() && std::any_of(counts.begin(), counts.end(), [](int64_t n) { return n > 0; }))
-    throw std::invalid_argument("expected no counts for a model with linear attention, whose states keep all tokens");
+    throw std::invalid_argument("expected no counts for a model whose layers have states, which keep all tokens");
   for (int64_t i = 0; i < num_groups(); ++i)
     if (counts[i] < 0 || counts[i] > std::max<int64_t>(0, cache_.groups[i].num_drafts))
       throw std::invalid_argument("expected counts of tokens that steps have appended, but not the first of them");

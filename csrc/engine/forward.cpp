@@ -314,7 +314,7 @@ void Forward::add_qkv(const Pass& pass, size_t layer, Chunk chunk) {
 }
 
 void Forward::add_self_attention(const Pass& pass, size_t layer) {
-  if (!pass.stack.layers[layer].delta.empty()) return add_delta(pass, layer);
+  if (!pass.stack.layers[layer].attends()) return add_states(pass, layer);
   const auto index = static_cast<int64_t>(layer);
   const int64_t heads = pass.stack.layers[layer].num_kv_heads;
   const bool is_last = layer == pass.last_keys;
@@ -343,7 +343,7 @@ void Forward::add_self_attention(const Pass& pass, size_t layer) {
 void Forward::add_context_product(const Pass& pass, const PackedLayer& layer, const PackedWeight& out, Chunk chunk) {
   const int64_t dim = out.k, gates_ld = padded(layer.gates.n);
   PackedRows& heads = heads_.at(dim);
-  const bool is_gated = &out == &layer.out && layer.delta.empty() && layer.gates.n > 0;
+  const bool is_gated = &out == &layer.out && layer.attends() && layer.gates.n > 0;
   add_rows(chunk.count, pass.threads, [=, this, &heads](int64_t r) {
     float* const context = context_.data() + (chunk.first + r) * dim;
     const float* const gates = gates_.data() + (chunk.first + r) * gates_ld;

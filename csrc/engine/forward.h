@@ -134,8 +134,9 @@ class Forward {
   void add_layer_input(const Pass& pass, size_t layer, Chunk chunk);
   void add_qkv(const Pass& pass, size_t layer, Chunk chunk);
   void add_self_attention(const Pass& pass, size_t layer);
-  void add_delta(const Pass& pass, size_t layer);
+  void add_states(const Pass& pass, size_t layer);
   void mix_span(const PackedLayer& weights, const Span& span, int64_t key_head);
+  void convolve_span(const PackedLayer& weights, const Span& span, int64_t begin, int64_t end);
   void run_decoder(const Batch& batch, int threads);
   void add_attention_output(const Pass& pass, size_t layer, Chunk chunk);
   void add_cross_attention(const Pass& pass, size_t layer, Chunk chunk);

@@ -42,6 +42,14 @@ class Names {
     }
     return values;
   }
+  // Returns the factors of a depthwise convolution (channels, 1, size) as (size, channels).
+  std::vector<float> taps(const std::string& name) const {
+    const ModelTensor& tensor = numbers(name);
+    const int64_t channels = tensor.shape[0], size = tensor.shape[2];
+    std::vector<float> taps(size * channels);
+    for (int64_t i = 0; i < channels * size; ++i) taps[i % size * channels + i / size] = at(tensor, i);
+    return taps;
+  }
   Norm norm(const std::string& name, int64_t size) const {
     return {vector(name + ".weight", size, 1), vector(name + ".bias", size, 0)};
   }
@@ -169,9 +177,7 @@ void pack_delta(const ModelOptions& o, const Names& names, PackedLayer& layer) {
   if (keys < 1 || keys % (2 * o.linear_key_heads) || o.fine_decoder)
     throw std::invalid_argument("expected linear attention with equal heads of queries and keys, without fine_decoder");
   DeltaNet net{o.linear_key_heads, heads[0], keys / (2 * o.linear_key_heads), norm[0], size};
-  const ModelTensor& taps = names.get("conv_weight");
-  net.conv.resize(size * channels);
-  for (int64_t i = 0; i < channels * size; ++i) net.conv[i % size * channels + i / size] = at(taps, i);
+  net.conv = names.taps("conv_weight");
   net.rate = names.vector("A_log", heads[0], 0), net.dt_bias = names.vector("dt_bias", heads[0], 0);
   for (float& rate : net.rate) rate = -std::exp(rate);
   net.norm = names.norm("norm", norm[0]);
@@ -182,6 +188,19 @@ void pack_delta(const ModelOptions& o, const Names& names, PackedLayer& layer) {
   layer.gates = linear("gates", 2 * heads[0], o.d_model);
   layer.out = linear("out_proj", o.d_model, values);
   layer.delta.push_back(std::move(net));
+}
+
+// Packs the parts of a layer that is a gated convolution.
+void pack_conv(const ModelOptions& o, const Names& names, PackedLayer& layer) {
+  const std::vector<int64_t>& shape = names.get("conv_weight").shape;
+  const int64_t dim = o.d_model;
+  if (shape.size() != 3 || shape[0] != dim || shape[1] != 1 || shape[2] < 1 || o.fine_decoder)
+    throw std::invalid_argument("expected a convolution (d_model, 1, size), without fine_decoder");
+  layer.conv.push_back({shape[2], names.taps("conv_weight")});
+  const auto linear = [&](const std::string& name, int64_t n) {
+    return names.weight(name + ".weight", name + ".bias", 0, n, n, dim, o.precision);
+  };
+  layer.qkv = linear("in_proj", 3 * dim), layer.out = linear("out_proj", dim);
 }
 
 int64_t of_layer(const std::vector<int64_t>& values, size_t layer, int64_t otherwise) {
@@ -208,8 +227,10 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     return Norm{where.vector(name, size, 1), std::vector<float>(size)};
   };
   const Names own = names.within("self_attn"), cross = names.within("multihead_attn");
-  if (own.find("conv_weight")) {
+  if (own.find("A_log")) {
     pack_delta(o, own, layer);
+  } else if (own.find("conv_weight")) {
+    pack_conv(o, own, layer);
   } else {
     layer.keys_as_values = layer.has_keys && own.rows("in_proj_weight", dim) == q_dim + layer.kv_dim();
     const int64_t rows = q_dim + (layer.keys_as_values ? 1 : layer.has_keys ? 2 : 0) * layer.kv_dim();
@@ -267,9 +288,11 @@ PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross
     PackedLayer& added = stack.layers.back();
     added.window = std::min(windows[i], kWidest);
     added.keys_of = of_layer(o.key_layers, i, static_cast<int64_t>(i));
-    added.has_keys = added.keys_of == static_cast<int64_t>(i) && added.delta.empty();
+    added.has_keys = added.keys_of == static_cast<int64_t>(i) && added.attends();
     added.place = added.has_keys ? stack.cached_layers++ : stack.layers[added.keys_of].place;
-    for (DeltaNet& net : added.delta) net.state = stack.state_floats, stack.state_floats += net.state_floats();
+    const auto place = [&](auto& part) { part.state = stack.state_floats, stack.state_floats += part.state_floats(); };
+    for (DeltaNet& net : added.delta) place(net);
+    for (ShortConv& conv : added.conv) place(conv);
   }
   // The layers of torch.nn end without a norm, unless one is given.
   if (names.find("norm.weight") || (o.norm_placement != NormPlacement::sum && !o.is_bare))
@@ -411,7 +434,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   if (o.has_encoder()) encoder = pack_stack(o, names.within("encoder"), false, o.encoder_windows);
   if (o.has_decoder()) decoder = pack_stack(o, names.within("decoder"), o.has_encoder(), o.decoder_windows);
   if (encoder.state_floats || (o.has_encoder() && decoder.state_floats))
-    throw std::invalid_argument("expected layers of linear attention only in a model without an encoder");
+    throw std::invalid_argument("expected layers with a state only in a model without an encoder");
   std::vector<PackedLayer>& layers = o.has_decoder() ? decoder.layers : encoder.layers;
   if (!o.rotary_layers.empty() && o.rotary_layers.size() != layers.size())
     throw std::invalid_argument("expected rotary_layers to have an entry for each layer");

@@ -120,7 +120,7 @@ struct Mixture {
   explicit operator bool() const { return !experts.empty(); }
 };
 
-// A gated DeltaNet, in the place of self-attention (forward_delta.cpp). PackedLayer::qkv gives its queries, keys,
+// A gated DeltaNet, in the place of self-attention (forward_states.cpp). PackedLayer::qkv gives its queries, keys,
 // values and the gates of its outputs; PackedLayer::gates the logits of beta and those of the decay.
 struct DeltaNet {
   int64_t key_heads, value_heads, key_dim, value_dim, conv_size;
@@ -133,6 +133,17 @@ struct DeltaNet {
   int64_t channels() const { return 2 * key_heads * key_dim + values(); }
   int64_t width() const { return (value_dim + 15) / 16 * 16; }  // of a row of a state
   int64_t state_floats() const { return value_heads * key_dim * width() + (conv_size - 1) * channels(); }
+};
+
+// A gated convolution over a few tokens, in the place of self-attention (forward_states.cpp). PackedLayer::qkv gives b,
+// c and u, and its output is out(c * conv(b * u)).
+struct ShortConv {
+  int64_t size;
+  std::vector<float> taps;  // (size, d_model)
+  int64_t state = 0;        // where its part of a row's states begins: b * u of the last size - 1 tokens
+
+  int64_t channels() const { return std::ssize(taps) / size; }
+  int64_t state_floats() const { return (size - 1) * channels(); }
 };
 
 // A layer of the encoder or the decoder; parts that encoder layers lack are empty there.
@@ -153,11 +164,13 @@ struct PackedLayer {
   std::vector<float> sinks;          // for each head, the score of a key without a value; empty: none
   PackedWeight gates;                // to the logits of factors of the heads' outputs, or those of `delta`; or empty
   std::vector<DeltaNet> delta;       // one or none
+  std::vector<ShortConv> conv;       // one or none
   std::vector<LayerInput> input;     // one or none: after the feed-forward network
   float scale = 1;                   // the factor for the residual stream at the end
   int64_t window;
   bool rotates = true;  // queries and keys, if the model has rotary positions
 
+  bool attends() const { return delta.empty() && conv.empty(); }
   bool norms_all_heads() const { return !q_norm.empty() && std::ssize(q_norm[0].weight) != head_dim; }
   int64_t q_dim() const { return out.k; }
   int64_t kv_dim() const { return num_kv_heads * head_dim; }
@@ -184,7 +197,7 @@ struct PackedStack {
   std::vector<Norm> final_norm;  // one or none
   PositionBias position_bias;    // of self-attention in all layers; empty: none
   int64_t cached_layers = 0;     // those with keys and values
-  int64_t state_floats = 0;      // of a row, in all layers of linear attention
+  int64_t state_floats = 0;      // of a row, in all layers with a state
 
   int64_t token_bytes(const ModelOptions& o) const;  // of the weights that each token reads
 };
@@ -258,7 +271,7 @@ class PackedModel {
   int64_t num_places() const { return rotary_ ? rotary_.rows() : kNoEnd; }
   // The bytes of weights that a decode step of one row reads, and those that the encoder reads for a token.
   int64_t step_bytes() const { return decoder.token_bytes(options) + layer_projection.bytes() + output.bytes(); }
-  // The bytes of a row's state, in all layers of linear attention.
+  // The bytes of a row's state, in all layers that have one.
   int64_t state_bytes() const { return 4 * decoder.state_floats; }
   int64_t encoder_bytes() const { return encoder.token_bytes(options); }
 

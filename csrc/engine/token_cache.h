@@ -26,7 +26,7 @@ inline int64_t blocks_of(int64_t tokens) { return (tokens + kBlockTokens - 1) / 
 
 class TokenCache {
  public:
-  // What the layers of linear attention know of a row's tokens.
+  // What the layers that have a state know of a row's tokens.
   struct State {
     PooledMemory memory;
     int64_t tokens = 0;  // -1: unusable after an error

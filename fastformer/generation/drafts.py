@@ -218,14 +218,14 @@ class DraftModel:
         if sizes[0] != sizes[1]:
             raise ValueError(f"expected a draft_model with the model's vocabulary of {sizes[1]:,}, got {sizes[0]:,}")
         if not engine.step_bytes:
-            what = f"the engine {engine.name!r}, or a model with linear attention"
+            what = f"the engine {engine.name!r}, or a model whose layers have states"
             raise ValueError(f"expected the engine 'cpp' along with a draft_model, and no states; got {what}")
         if own_precision(small) in QUANTIZED:
             precision = None
         with evaluating(small):
             drafting = choose_engine(small, "cpp", precision)
         if not drafting.step_bytes:
-            raise ValueError("expected a draft_model without layers of linear attention")
+            raise ValueError("expected a draft_model without layers that have a state")
         return cls(drafting, int(small.config.max_len))
 
     def __init__(self, engine: Engine, max_len: int) -> None:

@@ -175,7 +175,7 @@ def _why_not(model: Any) -> str | None:
         return why_not_as_made(model)
     if is_decoder_stack(kind) and model_type == model_type_of(kind):
         if encoding_family(model_type) is None:
-            return "its layers of linear attention have states, which the engine has in decoding alone"
+            return "some of its layers have a state, which the engine keeps in decoding alone"
         return OWN_ENDS if model_type == "gemma4_text" else why_not_as_made(model)
     if not is_encoder(kind) or model_type != model_type_of(kind):
         return f"{kind.__name__} is not an encoder that from_huggingface converts"

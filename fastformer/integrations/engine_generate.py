@@ -393,7 +393,7 @@ def _draft_model(assistant: Any, engine: ForeignEngine) -> DraftModel:
     precision = (setting and setting.precision) or engine.precision
     small = ForeignEngine(findings.weights(assistant, precision), precision)
     if small.has_states:
-        raise _DeclinedError("the assistant_model has layers of linear attention, whose states keep rejected drafts")
+        raise _DeclinedError("the assistant_model has layers with states, which keep rejected drafts")
     sizes = [
         (
             is_decoder_only(each.shape),

@@ -15,10 +15,10 @@ from fastformer.models.rotary_scaling import RotaryScaling, RotarySpeeds
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import PositionalEncoding, RelativePositionBias, RotaryEmbedding, RotaryPositions
 from fastformer.nn.feed_forward import is_gated
-from fastformer.nn.gated_delta import GatedDeltaNet
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.mixture import Router, StackedLinear
 from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.state_mixing import StateMixing
 from fastformer.settings import shown
 
 IGNORE_INDEX = -100
@@ -187,7 +187,7 @@ def init_weights(module: nn.Module, std: float) -> None:
         nn.init.normal_(module.weight, std=std)
         if isinstance(module, Router) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.LayerNorm | PositionalEncoding | RelativePositionBias | GatedDeltaNet):
+    elif isinstance(module, nn.LayerNorm | PositionalEncoding | RelativePositionBias | StateMixing):
         module.reset_parameters()
 
 

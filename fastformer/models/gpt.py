@@ -57,6 +57,10 @@ def _linear_attention_of(config: GPTConfig, factory: dict[str, Any]) -> dict[str
     }
 
 
+def _short_conv_of(config: GPTConfig, factory: dict[str, Any]) -> dict[str, Any]:
+    return {"conv_size": config.conv_size, **factory}
+
+
 class GPT(NextTokenModel):
     """A decoder-only Transformer from token ids to logits: GPT-2, and by its options Llama, Qwen, Gemma and others.
 
@@ -149,12 +153,13 @@ class GPT(NextTokenModel):
             inside: dict[str, Any] = {
                 "experts": _experts_of(config) if is_sparse else None,
                 "linear_attention": _linear_attention_of(config, factory) if config.linear[index] else None,
+                "short_conv": _short_conv_of(config, factory) if config.conv[index] else None,
                 "self_attention": {**attention, **own},
             }
             return DecoderOnlyLayer(config.d_model, config.num_heads, d_ff, **inside, **options)
 
         norm = norm_of(config, config.d_model, factory)
-        if any(config.sparse) or any(config.linear) or config.has_unlike_layers:
+        if any(config.sparse) or any(config.stateful) or config.has_unlike_layers:
             self.decoder = TransformerEncoder([*map(layer, range(config.num_layers))], config.num_layers, norm)
         else:
             self.decoder = TransformerEncoder(layer(0), config.num_layers, norm)
@@ -287,8 +292,10 @@ class GPT(NextTokenModel):
         """Creates a `KVCache` of this model's sizes without rows, in the dtype of autocast or of the weights.
 
         Raises:
-            ValueError: the model has linear_layers, whose states a `KVCache` doesn't hold.
+            ValueError: the model has linear_layers or conv_layers, whose states a `KVCache` doesn't hold.
         """
-        if any(self.config.linear):
-            raise ValueError("expected a model without linear_layers, whose states a KVCache doesn't hold")
+        if any(self.config.stateful):
+            raise ValueError(
+                "expected a model without linear_layers or conv_layers, whose states a KVCache doesn't hold"
+            )
         return cache_of(self, max_rows, max_seqlen, max_source_seqlen=0, num_blocks=num_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,8 +21,9 @@ _Base = Annotated[float, Range(1)]
 _OF_EXPERTS = ("num_experts_per_tok", "norm_topk_prob", "expert_d_ff", "shared_expert_d_ff", "sparse_layers",
                "router_aux_loss_coef", "router_bias")  # fmt: skip
 
-# The settings that only a model with linear_layers has.
+# The settings that only a model with linear_layers, or with conv_layers, has.
 _OF_LINEAR = ("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim", "linear_conv_size")
+_OF_CONV = ("conv_size",)
 
 
 @dataclass
@@ -91,6 +93,9 @@ class GPTConfig(StackConfig):
         linear_key_dim: the size of a head of queries or keys there.
         linear_value_dim: the size of a head of values there.
         linear_conv_size: the number of tokens, the current one included, that the convolution there reads.
+        conv_layers: for each layer, whether it is a `ShortConv`, with a state in the place of keys and values (LFM2);
+            at least one layer attends. None: all others attend.
+        conv_size: the number of tokens, the current one included, that its convolution reads.
         global_head_dim: head_dim of layers without a window (Gemma 4); None: as in the others.
         global_num_kv_heads: num_kv_heads of layers without a window; None: as in the others.
         value_norm: whether each head's values are divided by their root mean square.
@@ -156,6 +161,8 @@ class GPTConfig(StackConfig):
     linear_key_dim: Positive = 128
     linear_value_dim: Positive = 128
     linear_conv_size: Positive = 4
+    conv_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
+    conv_size: Positive = 3
     global_head_dim: Positive | None = None
     global_num_kv_heads: Positive | None = None
     value_norm: bool = False
@@ -186,21 +193,30 @@ class GPTConfig(StackConfig):
         if self.d_ff is None:
             self.d_ff = inner_size(self.d_model, self.activation)
         self._check_experts()
-        self._check_linear()
+        self._check_states()
 
-    def _check_linear(self) -> None:
-        if self.linear_layers is None:
-            for name in _OF_LINEAR:
-                if getattr(self, name) != getattr(GPTConfig, name):
-                    raise ValueError(f"expected linear_layers for {name}, got None and {getattr(self, name)}")
-            return
-        if len(self.linear_layers) != self.num_layers or all(self.linear_layers):
+    def _check_states(self) -> None:
+        """Checks the options of layers that have a state in the place of keys and values."""
+        for kind, options in (("linear_layers", _OF_LINEAR), ("conv_layers", _OF_CONV)):
+            layers = getattr(self, kind)
+            if layers is None:
+                for name in options:
+                    if getattr(self, name) != getattr(GPTConfig, name):
+                        raise ValueError(f"expected {kind} for {name}, got None and {getattr(self, name)}")
+                continue
+            if len(layers) != self.num_layers:
+                raise ValueError(
+                    f"expected {kind} to have a bool for each of the {self.num_layers} layers, got {len(layers)}"
+                )
+            if not self.is_causal:
+                raise ValueError(f"expected a causal model for {kind}, got one with is_causal=False")
+        if all(self.stateful) or any(map(operator.and_, self.linear, self.conv)):
             raise ValueError(
-                f"expected linear_layers to have a bool for each of the {self.num_layers} layers, one of them False, "
-                f"got {self.linear_layers}"
+                "expected at least one layer that attends, and no layer in both linear_layers and conv_layers, got "
+                f"{self.linear_layers} and {self.conv_layers}"
             )
-        if not self.is_causal:
-            raise ValueError("expected a causal model for linear_layers, got one with is_causal=False")
+        if self.linear_layers is None:
+            return
         self.linear_value_heads = self.linear_value_heads or self.linear_key_heads
         if self.linear_value_heads % self.linear_key_heads:
             raise ValueError(
@@ -232,8 +248,11 @@ class GPTConfig(StackConfig):
             raise ValueError(
                 "expected a local_rotary_base, since layers without global_head_dim rotate otherwise, got None"
             )
-        if self.shared_kv_layers and self.linear_layers is not None:
-            raise ValueError(f"expected no linear_layers for shared_kv_layers, got {self.linear_layers}")
+        if self.shared_kv_layers and (self.linear_layers is not None or self.conv_layers is not None):
+            raise ValueError(
+                f"expected neither linear_layers nor conv_layers for shared_kv_layers, got {self.linear_layers} and "
+                f"{self.conv_layers}"
+            )
         if self.shared_kv_layers and self.positions != "rotary":
             raise ValueError(f"expected positions 'rotary' for shared_kv_layers, got {self.positions!r}")
         own = self.num_layers - self.shared_kv_layers
@@ -291,6 +310,16 @@ class GPTConfig(StackConfig):
     def linear(self) -> tuple[bool, ...]:
         """One flag for each layer: whether it is a `GatedDeltaNet`."""
         return self.linear_layers or (False,) * self.num_layers
+
+    @property
+    def conv(self) -> tuple[bool, ...]:
+        """One flag for each layer: whether it is a `ShortConv`."""
+        return self.conv_layers or (False,) * self.num_layers
+
+    @property
+    def stateful(self) -> tuple[bool, ...]:
+        """One flag for each layer: whether it has a state in the place of keys and values."""
+        return tuple(map(operator.or_, self.linear, self.conv))
 
     @property
     def sparse(self) -> tuple[bool, ...]:

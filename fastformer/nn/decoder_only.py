@@ -21,6 +21,7 @@ from fastformer.nn.layers import (
     TransformerEncoderLayer,
 )
 from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.state_mixing import ShortConv
 
 _PLACEMENTS = ("pre", "post", "both")
 
@@ -47,7 +48,8 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         norm_placement: see above.
         parallel_residual: see above; only with "pre".
         shared_norm: see above; only with parallel_residual.
-        linear_attention: the arguments of the `GatedDeltaNet` that is `self_attn`; None: it is a `MultiheadAttention`.
+        linear_attention, short_conv: the arguments of the `GatedDeltaNet` or `ShortConv` that is `self_attn`; None: it
+            is a `MultiheadAttention`.
         input_dim, has_scalar: see above.
         options: the other arguments of `TransformerEncoderLayer`.
 
@@ -68,6 +70,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         parallel_residual: bool = False,
         shared_norm: bool = False,
         linear_attention: Mapping[str, Any] | None = None,
+        short_conv: Mapping[str, Any] | None = None,
         input_dim: int | None = None,
         has_scalar: bool = False,
         **options: Any,
@@ -82,6 +85,8 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         self.norm_placement, self.parallel_residual, self.shared_norm = norm_placement, parallel_residual, shared_norm
         if linear_attention is not None:
             self.self_attn = GatedDeltaNet(d_model, **linear_attention)  # type: ignore[assignment]
+        if short_conv is not None:
+            self.self_attn = ShortConv(d_model, **short_conv)  # type: ignore[assignment]
         if shared_norm:
             self.norm2 = None  # type: ignore[assignment]
         if norm_placement != "pre":

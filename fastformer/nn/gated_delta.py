@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.nn.errors import InputError
-from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.mixture import Router
 from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.state_mixing import ByRow, StateMixing, causal_conv
 
 _CHUNK = 64
 _EPS = 1e-6  # added to the squares of queries and keys
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(StateMixing):
     """A layer's mixing of tokens by a state of fixed size in the place of keys and values.
 
     A value head has a state S (key_head_dim, value_head_dim), from 0. With queries and keys of length 1, a token reads
@@ -86,48 +86,18 @@ class GatedDeltaNet(nn.Module):
         self.A_log.log_()
         nn.init.ones_(self.dt_bias)
 
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
-        layout: SequenceLayout | None = None, cache: object = None, is_causal: bool = True, need_weights: bool = False,
-        attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, **options: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        """Mixes the tokens, as `MultiheadAttention.forward` is called by a layer.
-
-        Args:
-            query: (batch, seqlen, embed_dim), or packed (total, embed_dim) with a packed layout.
-            key, value: the query or None.
-            layout: the layout of the query; padding on the right changes no token before it.
-            is_causal: has to be True.
-            cache, need_weights, attn_mask, key_padding_mask: have to be as by default.
-            options: rotary positions, which have no effect.
-
-        Returns:
-            (the output in query's shape, None).
-
-        Raises:
-            InputError: a mask, a cache, or a call that isn't causal.
-        """
-        has_masks = attn_mask is not None or key_padding_mask is not None or options.get("position_bias") is not None
-        if has_masks or cache is not None or need_weights or not is_causal:
-            raise InputError("expected a causal call of a GatedDeltaNet, without masks, position biases and a cache")
-        is_packed = layout is not None and layout.is_packed
-        if query.dim() != (2 if is_packed else 3):
-            raise InputError(f"expected a batch, or packed tokens and their layout, got shape {tuple(query.shape)}")
-        qkv, z = self.in_proj(query).split([self.conv_dim, self.value_dim], -1)
-        b, a = self.gates(query).chunk(2, -1)
-        if is_packed and layout is not None:
-            mixed = layout.pack(self._mix(*map(layout.unpack, (qkv, b, a))))
-        else:
-            mixed = self._mix(qkv, b, a)
-        gated = self.norm(mixed) * F.silu(z.unflatten(-1, (-1, self.value_head_dim)))
-        return self.out_proj(gated.flatten(-2)), None
+    def _mix_tokens(self, x: Tensor, by_row: ByRow) -> Tensor:
+        qkv, z = self.in_proj(x).split([self.conv_dim, self.value_dim], -1)
+        b, a = self.gates(x).chunk(2, -1)
+        gated = self.norm(by_row(self._mix, qkv, b, a)) * F.silu(z.unflatten(-1, (-1, self.value_head_dim)))
+        out: Tensor = self.out_proj(gated.flatten(-2))
+        return out
 
     def _mix(self, qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
         """Computes the heads' outputs (batch, seqlen, num_value_heads, value_head_dim) of a padded batch."""
         if qkv.shape[1] == 0:
             return qkv.new_zeros(*qkv.shape[:2], self.num_value_heads, self.value_head_dim)
-        channels = F.pad(qkv.transpose(1, 2), (self.conv_size - 1, 0))
-        qkv = F.silu(F.conv1d(channels, self.conv_weight.to(channels.dtype), groups=self.conv_dim)).transpose(1, 2)
+        qkv = F.silu(causal_conv(qkv, self.conv_weight))
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], -1)
         q, k = (x.unflatten(-1, (self.num_key_heads, -1)) for x in (q, k))
         v = v.unflatten(-1, (self.num_value_heads, -1))

@@ -42,6 +42,7 @@ MORE: dict[str, dict[str, Any]] = {
          "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "num_experts": 4,
          "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
     ),
+    "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     **dict.fromkeys(("ministral", "gemma", "gemma2", "gemma3_text", "qwen3"), {**SIZES, "head_dim": 8}),
 }  # fmt: skip
 GENERATING = [name for name, family in FAMILIES.items() if family.kind == "decoder"] + ["t5", "mt5", "bart", "marian"]

@@ -92,6 +92,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": {**_LINEAR, **_SHARED},
     "qwen3_next": {**_LINEAR, **_SHARED, "decoder_sparse_step": 2},
+    "lfm2": {**_GROUPED, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
     "smollm3": {**_GROUPED, "no_rope_layers": [1, 0, 1]},
     "exaone4": {**_GEMMA, "sliding_window": 5, "sliding_window_pattern": 2},
     "granite": {**_GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
@@ -107,7 +108,7 @@ _ACTIVATIONS = (
     *("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "tanh", "sigmoid"),
     *("relu2", "mish", "gelu_10", "linear", "leaky_relu", "gelu_python"),
 )
-_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv")
 # The values of fields that are words or lists.
 _WORDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(

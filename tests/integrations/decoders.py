@@ -149,6 +149,7 @@ _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_h
            # A first output near 0 would be rounding errors, of which the norm makes numbers near 1.
            "rms_norm_eps": 0.01}  # fmt: skip
 _LINEAR_TYPES = ["linear_attention", "full_attention", "linear_attention"]
+_CONV_TYPES = ["conv", "full_attention", "conv"]
 _GEMMA = {"num_key_value_heads": 2, "head_dim": 10}
 _GEMMA4 = {"num_key_value_heads": 2, "head_dim": 6, "global_head_dim": 8, "hidden_size_per_layer_input": 6,
            "vocab_size_per_layer_input": VOCAB, "sliding_window": 5, "num_hidden_layers": 4,
@@ -274,6 +275,12 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_5_moe_text": {
         "plain": {**_LINEAR, **_SHARED, "num_experts": 5, "num_experts_per_tok": 2, "layer_types": _LINEAR_TYPES[:2]},
     },
+    "lfm2": {
+        "short convolutions": {"layer_types": _CONV_TYPES, "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False,
+                               **_GROUPED},
+        "untied": {"layer_types": _CONV_TYPES[:2], "conv_L_cache": 4, "norm_eps": 1e-4,
+                           "tie_word_embeddings": False, "block_multiple_of": 16, "num_key_value_heads": 6},
+    },
     "qwen3_next": {
         "one layer dense": {**_LINEAR, **_SHARED, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1],
                             "layer_types": _LINEAR_TYPES, "num_hidden_layers": 3},
@@ -389,9 +396,21 @@ def drawn(kind: str, seed: int) -> Case:
         options["logits_scaling"] = rng.choice((1.0, 3.0))
     if kind == "stablelm":
         options["use_qkv_bias"] = flip()
+    options |= _drawn_convolutions(kind, rng, depth)
     if "linear_num_key_heads" in FIELDS[kind]:
         options |= _drawn_linear(rng, depth)
     return Case(kind, options)
+
+
+def _drawn_convolutions(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:
+    """Draws the options of an LFM2; none for other families."""
+    full, flip = rng.randrange(depth), lambda: rng.random() < 0.5
+    drawn = {
+        "layer_types": [_CONV_TYPES[layer == full or flip()] for layer in range(depth)],
+        "conv_L_cache": rng.randint(1, 5), "block_auto_adjust_ff_dim": flip(),
+        "block_multiple_of": rng.choice((1, 16)), "block_ffn_dim_multiplier": rng.choice((0.8, 1.0, 2)),
+    }  # fmt: skip
+    return drawn if kind == "lfm2" else {}
 
 
 def _drawn_linear(rng: random.Random, depth: int) -> dict[str, Any]:

@@ -138,7 +138,8 @@ def test_all_fields_at_once_give_the_results_of_transformers(kind) -> None:
     assert differences({"logits": found}, {"logits": expected}) == {}
     dropouts = {name: value for name, value in vars(ours.config).items() if "dropout" in name}
     others = {0.0} if FAMILIES[kind].kind != "seq2seq" else set()  # dropouts that the family doesn't have
-    assert {0.25} <= {*dropouts.values()} <= {0.25} | others, dropouts
+    own = {value for name, value in unusual(kind).items() if "drop" in name}  # none in an LFM2
+    assert own <= {*dropouts.values()} <= own | others, dropouts
 
 
 # As versions before 5 write them, for families that read them and for families that don't.
@@ -216,8 +217,8 @@ def test_omitted_fields_have_the_defaults_of_their_class(kind) -> None:
     def is_needed(name: str) -> bool:  # a size of the small model, or an id of its vocabulary
         value = model.saved[name]
         is_other = isinstance(value, int) and not isinstance(value, bool) and value != usual.get(name)
-        # Whose usual ones, in so few layers, have no attention.
-        is_kind = name == "layer_types" and (kind == "granitemoehybrid" or "linear_num_key_heads" in usual)
+        # Whose usual ones, in so few layers, have no attention, or nothing else.
+        is_kind = name == "layer_types" and (kind in ("granitemoehybrid", "lfm2") or "linear_num_key_heads" in usual)
         is_kind |= (kind, name) == ("gemma4_text", "per_layer_config")  # whose usual heads are larger than the others
         return is_other or is_kind or name in ("model_type", "num_heads") or name.endswith("_token_id")
 

@@ -66,6 +66,9 @@ class _PlainGpt:
         c, n, layer = self.c, self.n, int(name.split(".")[2])
         if c.linear[layer]:
             return self.mix(x, name)
+        if c.conv[layer]:
+            b, gate, u = self.linear(x, f"{name}.in_proj").chunk(3, -1)
+            return self.linear(gate * self.convolve(b * u, name), f"{name}.out_proj")
         kv_heads, size = c.num_kv_heads or c.num_heads, c.head_dim or c.d_model // c.num_heads
         if not has_window:
             kv_heads, size = c.global_num_kv_heads or kv_heads, c.global_head_dim or size
@@ -104,15 +107,22 @@ class _PlainGpt:
             out = out * self.linear(x, f"{name}.gate_proj").sigmoid()
         return self.linear(out, f"{name}.out_proj")
 
+    def convolve(self, x: Tensor, name: str) -> Tensor:
+        """Applies the convolution of a layer that has a state."""
+        taps = self.w[f"{name}.conv_weight"][:, 0].T
+        before = F.pad(x, (0, 0, len(taps) - 1, 0))
+        total = x.new_zeros(x.shape)
+        for i, tap in enumerate(taps):
+            total = total + tap * before[i : i + self.n]
+        return total
+
     def mix(self, x: Tensor, name: str) -> Tensor:
         """Applies a gated DeltaNet, one token after another."""
         c, n, keys = self.c, self.n, self.c.linear_key_heads
         values = c.linear_value_heads or keys
         sizes = [keys * c.linear_key_dim, keys * c.linear_key_dim, values * c.linear_value_dim]
         qkv, z = self.linear(x, f"{name}.in_proj").split([sum(sizes), sizes[2]], -1)
-        taps = self.w[f"{name}.conv_weight"][:, 0].T
-        before = F.pad(qkv, (0, 0, len(taps) - 1, 0))
-        qkv = F.silu(sum(tap * before[i : i + n] for i, tap in enumerate(taps)))
+        qkv = F.silu(self.convolve(qkv, name))
         q, k, v = (t.reshape(n, heads, -1) for t, heads in zip(qkv.split(sizes, -1), (keys, keys, values), strict=True))
         q, k = (t / torch.sqrt((t**2).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
         q, k = (t.repeat_interleave(values // keys, 1) for t in (q / c.linear_key_dim**0.5, k))

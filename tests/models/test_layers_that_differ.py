@@ -85,7 +85,7 @@ def test_gradients_through_shared_keys_are_the_same_with_checkpoints() -> None:
         ({"qk_norm": "all"}, "qk_norm of 'head' or none for keys_as_values"),
         ({"norm": "layer"}, "norm 'rms' for layer_input_dim, got 'layer'"),
         ({"activation": "relu"}, "layer_input_dim, got 'relu'"),
-        ({"linear_layers": (True, False, False, False)}, "no linear_layers for shared_kv_layers"),
+        ({"linear_layers": (True, False, False, False)}, "linear_layers"),
         ({"rotary_scaling": {"kind": "proportional", "partial_rotary_factor": 1.5}}, "at most 1, got 1.5"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
 from fastformer.nn.gated_delta import GatedDeltaNet, gated_delta_rule
+from fastformer.nn.state_mixing import ShortConv
 from tests.checks import assert_accurate
 from tests.nn.comparing import assert_same
 
@@ -77,14 +78,18 @@ def test_in_fp32_chunks_are_as_accurate_as_the_recurrence(length) -> None:
         assert_accurate(ours, plain, exact, name)
 
 
+LINEAR = {"linear_layers": (True, False), "linear_key_heads": 2, "linear_key_dim": 8, "linear_value_dim": 6}
+
+
 def module(**options: Any) -> GatedDeltaNet:
     torch.manual_seed(0)
     return GatedDeltaNet(16, 2, 4, 8, 6, **options).double()
 
 
-def test_packed_sequences_are_as_if_alone() -> None:
+@pytest.mark.parametrize("make", [module, lambda: ShortConv(16).double()], ids=["GatedDeltaNet", "ShortConv"])
+def test_packed_sequences_are_as_if_alone(make) -> None:
     """Neither a state nor the inputs of the convolution go on from one sequence to the next."""
-    net, lengths = module(), [5, 1, 70, 0, 64, 129]
+    net, lengths = make(), [5, 1, 70, 0, 64, 129]
     rows = [torch.randn(n, 16, dtype=torch.float64) for n in lengths]
     seqlens = torch.tensor(lengths)
     layout = SequenceLayout.packed(seqlens, 129, total=sum(lengths) + 3)
@@ -99,10 +104,10 @@ def test_packed_sequences_are_as_if_alone() -> None:
         assert_same(padded[i, : len(row)], alone, "padded", 1e-11)
 
 
-def test_a_model_is_trained_on_packed_texts_as_on_padded_ones() -> None:
+@pytest.mark.parametrize("options", [LINEAR, {"conv_layers": (False, True), "conv_size": 4}], ids=["linear", "conv"])
+def test_a_model_is_trained_on_packed_texts_as_on_padded_ones(options) -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"linear_layers": (True, False), "linear_key_heads": 2, "linear_key_dim": 8}
-    config = GPTConfig(50, 24, 4, num_layers=2, linear_value_dim=6, attention_gate=True, **options)
+    config = GPTConfig(50, 24, 4, num_layers=2, attention_gate=True, **options)
     model = GPT(config).double()
     ids = torch.randint(3, 50, (3, 81))
     seqlens = torch.tensor([80, 3, 66])
@@ -147,11 +152,20 @@ def test_calls_that_a_state_cannot_answer_are_refused() -> None:
     for sizes in ((16, 0, 4, 8, 6), (16, 3, 4, 8, 6), (16, 2, 4, 8, 0)):
         with pytest.raises(ValueError, match="num_value_heads"):
             GatedDeltaNet(*sizes)
+    for dim, size in ((0, 3), (16, 0)):
+        with pytest.raises(ValueError, match="sizes"):
+            ShortConv(dim, size)
     config = GPTConfig(50, 24, 4, num_layers=2, linear_layers=(True, False))
     assert F.softplus(GPT(config).decoder.layers[0].self_attn.dt_bias).min() > 1  # as Qwen3.5 begins
-    with pytest.raises(ValueError, match="KVCache"):
-        GPT(config).new_cache(1, 8)
+    for own in (config, GPTConfig(50, 24, 4, num_layers=2, conv_layers=(True, False))):
+        with pytest.raises(ValueError, match="KVCache"):
+            GPT(own).new_cache(1, 8)
     for options, what in (
+        ({"conv_layers": (True, True)}, "conv_layers"), ({"conv_layers": (True,)}, "conv_layers"),
+        ({"conv_layers": (True, False), "linear_layers": (True, False)}, "both"), ({"conv_size": 2}, "conv_layers"),
+        ({"conv_layers": (True, False), "linear_layers": (False, True)}, "attends"),
+        ({"conv_layers": (True, False), "is_causal": False}, "causal"),
+        ({"conv_layers": (True, False), "positions": "rotary", "shared_kv_layers": 1}, "shared_kv_layers"),
         ({"linear_layers": (True, True)}, "linear_layers"), ({"linear_layers": (True,)}, "linear_layers"),
         ({"linear_key_heads": 2}, "linear_layers"), ({"linear_layers": (True, False), "is_causal": False}, "causal"),
         ({"linear_layers": (True, False), "linear_value_heads": 24}, "multiple"),

@@ -18,6 +18,7 @@ from fastformer.checkpoints.hf import (
     gemma,
     gemma4,
     gpt2,
+    lfm2,
     llama,
     llama_kin,
     mixtures,
@@ -50,6 +51,7 @@ DECODER_FORMS: dict[str, Form] = {
     **mixtures.FORMS,
     **llama_kin.FORMS,
     **qwen_hybrid.FORMS,
+    **lfm2.FORMS,
 }
 # The families that a `BERT` may be saved as, likewise.
 ENCODER_FORMS: dict[str, EncoderForm] = {
@@ -106,7 +108,7 @@ _CAUSAL = {
     "starcoder2": "Starcoder2", "mixtral": "Mixtral", "granitemoe": "GraniteMoe", "olmoe": "Olmoe",
     "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite",
     "granitemoehybrid": "GraniteMoeHybrid", "phi": "Phi", "stablelm": "StableLm", "cwm": "Cwm", "gpt_oss": "GptOss",
-    "qwen3_next": "Qwen3Next",
+    "qwen3_next": "Qwen3Next", "lfm2": "Lfm2",
 }  # fmt: skip
 _ENCODERS = ("roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert", "eurobert")
 _FAMILIES = {
@@ -139,7 +141,7 @@ def encoding_family(kind: str | None) -> Family | None:
     A decoder's texts get the special tokens of its tokenizer around them, as those of an encoder do, and no prompt.
     """
     family = None if kind is None else FAMILIES.get(kind)
-    if kind in qwen_hybrid.FORMS:  # texts are encoded in one pass, in which no row has a state
+    if kind in (*qwen_hybrid.FORMS, *lfm2.FORMS):  # texts are encoded in one pass, in which no row has a state
         return None
     if kind is None or family is None or kind not in DECODER_FORMS:
         return family if family is not None and family.kind == "encoder" else None

@@ -101,6 +101,8 @@ FIELDS: dict[str, frozenset[str]] = {
         "shared_expert_intermediate_size",
         "qwen3_next": f"{_QWEN_HYBRID} {_EXPERTS} num_experts moe_intermediate_size norm_topk_prob "
         "decoder_sparse_step mlp_only_layers shared_expert_intermediate_size",
+        "lfm2": f"{_ALL} {_LAYERS} num_key_value_heads initializer_range norm_eps use_cache rope_parameters conv_bias "
+        "conv_L_cache block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim full_attn_idxs layer_types",
         "bert": _BERT,
         "roberta": _BERT,
         "xlm-roberta": _BERT,
@@ -134,6 +136,7 @@ _IDS: dict[str, Mapping[str, int | list[int]]] = {
         ("llama", "mistral", "ministral", "gpt_neox", "mixtral", "granitemoe", "granite", "granitemoehybrid", "phi"),
         {"eos_token_id": 2},
     ),
+    "lfm2": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "smollm3": {"pad_token_id": 128004, "eos_token_id": 128001},
     "exaone4": {"bos_token_id": 0, "eos_token_id": 2},
     "stablelm": {"eos_token_id": 0},

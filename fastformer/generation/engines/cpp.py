@@ -164,7 +164,7 @@ class CppEngine(Engine):
         if not isinstance(config, GPTConfig):
             return [(self._attention.num_kv_heads, self._attention.head_dim)] * config.num_decoder_layers
         makers = range(config.num_layers - config.shared_kv_layers)
-        return [config.heads_of(config.windows[layer]) for layer in makers if not config.linear[layer]]
+        return [config.heads_of(config.windows[layer]) for layer in makers if not config.stateful[layer]]
 
     def runs_searches(self) -> bool:
         """Returns True: batches advance greedy and beam searches themselves."""
@@ -185,8 +185,8 @@ class CppEngine(Engine):
 
     @property
     def has_states(self) -> bool:
-        """Whether the model has layers of linear attention."""
-        return isinstance(self._model, GPT) and any(self._model.config.linear)
+        """Whether the model has layers with a state in the place of keys and values."""
+        return isinstance(self._model, GPT) and any(self._model.config.stateful)
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
         """See `Engine.tokens_needed`; the state of a row counts as the tokens that take as much memory."""

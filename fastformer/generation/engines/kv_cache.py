@@ -57,9 +57,9 @@ class KVCacheEngine(ModuleEngine):
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """See `ModuleEngine`; a `KVCache` doesn't hold the states of linear attention."""
-        if any(getattr(getattr(model, "config", None), "linear", ())):
-            return "layers of linear attention have states, which its cache doesn't hold"
+        """See `ModuleEngine`; a `KVCache` doesn't hold the states of layers."""
+        if any(getattr(getattr(model, "config", None), "stateful", ())):
+            return "some layers have a state, which its cache doesn't hold"
         return super().why_unsupported(model, precision)
 
     @property

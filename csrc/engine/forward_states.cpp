@@ -1,7 +1,11 @@
-// Layers of linear attention: gated DeltaNets (Yang et al. 2025; fastformer/nn/gated_delta.py has the formulas). A row
-// has a state for each value head, (key_dim, value_dim), and the last inputs of the convolution. A call handles the
-// tokens of a span for one key head and the value heads that share it, one token after the other: so the bits of a row
-// don't depend on how its tokens are split into spans.
+// Layers that have a state in the place of keys and values. A call handles the tokens of a span one after the other, so
+// the bits of a row don't depend on how its tokens are split into spans.
+//
+// - Gated DeltaNets, linear attention (Yang et al. 2025; fastformer/nn/gated_delta.py has the formulas): a row has a
+//   state for each value head, (key_dim, value_dim), and the last inputs of the convolution. A call handles one key
+//   head and the value heads that share it.
+// - Gated convolutions (`ShortConv` in fastformer/nn/state_mixing.py): a row has their last inputs. A call handles some
+//   channels.
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +19,8 @@ namespace {
 
 using V = Vec<float>;
 
-constexpr int64_t kTokens = 64;  // at a time: their queries, keys and values stay in the cache
+constexpr int64_t kTokens = 64;     // at a time: their queries, keys and values stay in the cache
+constexpr int64_t kChannels = 512;  // of a convolution, in a call
 
 // The inputs and the outputs of one value head.
 struct HeadTokens {
@@ -92,19 +97,52 @@ float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 }  // namespace
 
-// Adds the stages that mix the tokens of a layer of linear attention; the result is in context_.
-void Forward::add_delta(const Pass& pass, size_t layer) {
+// Adds the stages that mix the tokens of a layer with a state; the result is in context_.
+void Forward::add_states(const Pass& pass, size_t layer) {
+  const PackedLayer& weights = pass.stack.layers[layer];
+  const int64_t channels = weights.conv.empty() ? 0 : weights.conv[0].channels();
+  const int64_t parts = weights.conv.empty() ? weights.delta[0].key_heads : (channels + kChannels - 1) / kChannels;
+  const auto mix = [=, this, &weights](const Span& span, int64_t part) {
+    if (weights.conv.empty()) return mix_span(weights, span, part);
+    convolve_span(weights, span, part * kChannels, std::min(channels, (part + 1) * kChannels));
+  };
   const auto add = [&](int64_t begin, int64_t end) {
-    const int64_t heads = pass.stack.layers[layer].delta[0].key_heads, all = (end - begin) * heads;
+    const int64_t all = (end - begin) * parts;
     if (all == 0) return;
     const int64_t tasks = pass.threads == 1 ? 1 : std::min<int64_t>(all, 2 * pass.threads);
-    stages_.push_back({tasks, [=, this, &spans = pass.batch.spans, &weights = pass.stack.layers[layer]](int64_t task) {
+    stages_.push_back({tasks, [=, &spans = pass.batch.spans](int64_t task) {
                          for (int64_t i = all * task / tasks; i < all * (task + 1) / tasks; ++i)
-                           mix_span(weights, spans[begin + i / heads], i % heads);
+                           mix(spans[begin + i / parts], i % parts);
                        }});
   };
   add(pass.steps, pass.spans);  // prompts come first: steps may continue them
   add(0, pass.steps);
+}
+
+// Convolves some channels of the tokens of a span, and changes the parts of the row's state that belong to them.
+void Forward::convolve_span(const PackedLayer& weights, const Span& span, int64_t begin, int64_t end) {
+  const ShortConv& conv = weights.conv[0];
+  const int64_t dim = conv.channels(), ld = padded(weights.qkv.n), before = conv.size - 1;
+  const int64_t length = span.end - span.begin, count = end - begin;
+  float* const state = before ? span.row->state->data() + conv.state + begin : nullptr;  // (before, dim)
+  const float* const rows = qkv_.data() + span.begin * ld + begin;
+  const auto input = [=](int64_t t, int64_t c, int64_t n) {  // b * u of a token, which may be before the span
+    if (t < 0) return V::load(state + (before + t) * dim + c, n);
+    const float* const row = rows + t * ld + c;
+    return V::load(row, n) * V::load(row + 2 * dim, n);
+  };
+  for (int64_t t = 0; t < length; ++t) {
+    float* const context = context_.data() + (span.begin + t) * dim + begin;
+    for_each_vec<float>(count, [&](int64_t c, int64_t n) {
+      V sum(0.f);
+      for (int64_t tap = 0; tap <= before; ++tap)
+        sum = fmadd(input(t - before + tap, c, n), V::load(conv.taps.data() + tap * dim + begin + c, n), sum);
+      (sum * V::load(rows + t * ld + dim + c, n)).store(context + c, n);
+    });
+  }
+  for (int64_t t = 0; t < before; ++t)
+    for_each_vec<float>(count,
+                        [&](int64_t c, int64_t n) { input(length - before + t, c, n).store(state + t * dim + c, n); });
 }
 
 // Mixes the tokens of a span for one key head, and changes the parts of the row's state that belong to it.
@@ -183,7 +221,7 @@ void Forward::run_decoder(const Batch& batch, int threads) {
     for (int64_t i = begin; i < end; ++i) {
       const Span& span = batch.spans[i];
       if (!span.stores || span.row->state->tokens != span.first_position)
-        throw std::logic_error("expected tokens that follow those in the row's states of linear attention");
+        throw std::logic_error("expected tokens that follow those in the row's states");
       set(span, span.first_position + span.end - span.begin);
     }
   };
