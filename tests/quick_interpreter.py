@@ -72,27 +72,74 @@ def _share_types() -> None:
 
 def _shorten_calls() -> None:
     """Leaves out what Triton does in each call for cases that are not this one."""
+    import numpy as np
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     semantic: Any = TritonSemantic
-    check_types, constant, broadcast = (
+    check_types, constant, broadcast, cast = (
         semantic.binary_op_type_checking_impl,
         semantic.scalar_constant,
         semantic.broadcast_impl_value,
+        semantic.cast,
     )
     constants: dict[Any, Any] = {}
+    uncast: set[Any] = set()  # kinds of operands that no operation casts
+    numbers: dict[Any, Any] = {}  # by the type of the tensor beside a number
+    spread: dict[Any, tuple[Any, Any]] = {}  # by two types, those to which their values are broadcast
+    as_they_are = {int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type, tl.pointer_type}
     unwrap, wrapper = tl.core._unwrap_if_constexpr, tl.core.builtin(_shorten_calls).__code__
 
     def check_types_if_different(self: Any, lhs: Any, rhs: Any, *allowed: bool, **options: bool) -> Any:
-        alike = type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype
-        if alike and not lhs.dtype.is_ptr() and not options.get("div_or_mod"):
-            return self.broadcast_impl_value(lhs, rhs)
-        return check_types(self, lhs, rhs, *allowed, **options)
+        if type(lhs) is type(rhs) is tl.tensor:
+            kinds = (lhs.dtype.name, rhs.dtype.name, allowed, *options.items())
+            if kinds in uncast:
+                return self.broadcast_impl_value(lhs, rhs)
+            found = check_types(self, lhs, rhs, *allowed, **options)
+            if found[0].dtype == lhs.dtype and found[1].dtype == rhs.dtype:
+                uncast.add(kinds)
+            return found
+        if type(lhs) is not tl.tensor or type(rhs) not in (int, float):
+            return check_types(self, lhs, rhs, *allowed, **options)
+        key = (lhs.type.name, type(rhs), rhs, allowed, *options.items())
+        if key not in numbers:
+            same, number = check_types(self, lhs, rhs, *allowed, **options)
+            if same is not lhs:
+                return same, number
+            numbers[key] = number
+        return lhs, numbers[key]
 
     def broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = lhs.type.name, rhs.type.name
+        if key not in spread:
+            found = broadcast(self, lhs, rhs)
+            if lhs.type.is_block() or rhs.type.is_block():
+                spread[key] = found[0].type, found[1].type
+            return found
+        return as_wide(lhs, spread[key][0]), as_wide(rhs, spread[key][1])
+
+    def as_wide(value: Any, type: Any) -> Any:
+        if value.type is type:
+            return value
+        data, dtype = value.handle.data, value.handle.dtype.scalar
+        if data.size == 1:
+            data = data.astype(interpreter._get_np_dtype(dtype), copy=False)
+            data = np.ndarray(type.shape, data.dtype, data, strides=(0,) * len(type.shape))
+        else:
+            data = np.broadcast_to(data, type.shape)
+        return tl.tensor(interpreter.TensorHandle(data, dtype), type)
+
+    def cast_if_different(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *rounding)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[[Any, Any], Any]) -> Any:
+        output, dtype = op(lhs.data, rhs.data), lhs.dtype.scalar
+        if output.dtype is not lhs.data.dtype and not interpreter._validate_np_data_size(output, dtype):
+            output = output.astype(interpreter._get_np_dtype(dtype))
+        return interpreter.TensorHandle(output, dtype)
 
     def constant_once(self: Any, value: Any, dtype: Any) -> Any:
         key = (type(value), value, dtype.name)
@@ -114,13 +161,16 @@ def _shorten_calls() -> None:
 
     def unwrap_first(o: Any) -> Any:
         kind = type(o)
-        return o.value if kind is tl.constexpr else o if kind is int else unwrap(o)
+        return o if kind in as_they_are else o.value if kind is tl.constexpr else unwrap(o)
 
     tl.core._unwrap_if_constexpr = unwrap_first
     interpreter._patch_attr = patch
     semantic.binary_op_type_checking_impl = check_types_if_different
     semantic.broadcast_impl_value = broadcast_if_different
     semantic.scalar_constant = constant_once
+    semantic.cast = cast_if_different
+    interpreter.InterpreterBuilder.binary_op = binary_op
+    interpreter.TensorHandle.__post_init__ = lambda self: None  # the sizes of numpy's types
 
 
 def fuse() -> None:
