@@ -107,7 +107,7 @@ def test_a_missing_bias_costs_no_sum(bias1: bool, bias2: bool, path: None, devic
 def test_peak_memory(activation: str, path: None, device: str) -> None:
     """Counts the concurrent tensors of rows * hidden: there is no additional activation or mask."""
     forward, backward = {"relu": (1, 2), "gelu": (2, 3), "swiglu": (3, 6)}[activation]
-    rows, dim, hidden_dim = 512, 16, 256
+    rows, dim, hidden_dim = 256, 8, 256
     inputs = make_inputs((rows, dim), hidden_dim, activation, device)
     leaves = {name: value.requires_grad_() for name, value in inputs.items()}
     seed = torch.tensor(SEED, device=device)

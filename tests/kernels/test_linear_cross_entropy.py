@@ -64,9 +64,9 @@ def test_dweight_is_added_up_in_place(dtype: torch.dtype, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_peak_memory(reduction: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is one chunk of logits and the gradients, for any number of rows."""
-    monkeypatch.setattr(kernels, "SMALLEST_CHUNK", 128)
-    monkeypatch.setattr(kernels, "LARGEST_CHUNK", 128)
-    rows, vocab_size, dim = 1024, 256, 2
+    monkeypatch.setattr(kernels, "SMALLEST_CHUNK", 64)
+    monkeypatch.setattr(kernels, "LARGEST_CHUNK", 64)
+    rows, vocab_size, dim = 512, 256, 2
     inputs = make_inputs((rows, dim), vocab_size, device, dtype, bias=False)
     x = inputs.pop("x").requires_grad_()
     inputs["weight"].requires_grad_()
@@ -74,7 +74,7 @@ def test_peak_memory(reduction: str, dtype: torch.dtype, device: str, monkeypatc
     def step() -> None:
         linear_cross_entropy(x, **inputs, label_smoothing=0.1, reduction=reduction).sum().backward()
 
-    chunk = 128 * vocab_size * x.element_size()
+    chunk = 64 * vocab_size * x.element_size()
     # The CPU has no product of half dtypes with an fp32 result, and the interpreter lets go of its arguments late.
     copies = (2 * chunk if x.dtype == torch.bfloat16 else 0) + (chunk if reduction == "none" else 0)
     vectors = 4 * 8 * rows + 2 * 4 * dim * (rows + 2 * vocab_size)
