@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,9 +97,9 @@ def test_what_is_no_call_of_a_tool_stays_text(text) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def loaded(tmp_path_factory) -> tuple[Any, Any]:
     own = models.tokenizer(None, (), ["<tool_call>", "</tool_call>"])
-    return models.generator(tmp_path_factory.mktemp("tags") / "tiny", own=own, max_len=1000)
+    return load_model(models.generator(tmp_path_factory.mktemp("tags") / "tiny", own=own, max_len=1000), ("GPT",))
 
 
 REQUIRED: list[tuple[str, Any]] = [
@@ -118,7 +117,7 @@ REQUIRED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("place", range(len(REQUIRED)))
-def test_what_the_grammar_allows_matches_the_schema(place, folder) -> None:
+def test_what_the_grammar_allows_matches_the_schema(place, loaded) -> None:
     pytest.importorskip("llguidance", reason="the llguidance library is not installed")
     key, described = REQUIRED[place]
     schema: dict[str, Any] = {
@@ -128,7 +127,7 @@ def test_what_the_grammar_allows_matches_the_schema(place, folder) -> None:
         "additionalProperties": False,
         "$defs": {"p": {"type": "object", "additionalProperties": False}, "t": TEXT},
     }
-    model, tokenizer = load_model(folder, ("GPT",))
+    model, tokenizer = loaded
     form = FORMATS["tags"]
     grammar = form.grammar({"f": schema}, {}, is_parallel=False)
     prompt = tokenizer.encode("the dog")
@@ -136,11 +135,12 @@ def test_what_the_grammar_allows_matches_the_schema(place, folder) -> None:
         model, [prompt] * 8, tokenizer=tokenizer, grammar=grammar, do_sample=True, seed=1, max_new_tokens=300,
         temperature=1.5,
     )  # fmt: skip
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     seen = set()
     for ids in sampled:
         text = tokenizer.decode(ids[len(prompt) :].tolist())
         found = arguments_of(f"{form.begin}{text}", schema)
-        jsonschema.validate(found, schema, format_checker=jsonschema.FormatChecker())
+        checker.validate(found)
         seen.add("more" in found)
     assert seen == {True, False}
 
@@ -167,9 +167,9 @@ def test_a_schema_that_tags_cannot_follow_is_refused(schema) -> None:
         FORMATS["tags"].grammar({"f": schema}, {}, is_parallel=False)
 
 
-def test_a_text_has_no_end_of_its_tag(folder) -> None:
+def test_a_text_has_no_end_of_its_tag(loaded) -> None:
     pytest.importorskip("llguidance", reason="the llguidance library is not installed")
-    model, tokenizer = load_model(folder, ("GPT",))
+    model, tokenizer = loaded
     vocabulary = Vocabulary.of(tokenizer, model.config.vocab_size)
     schema = {"type": "object", "properties": {"text": TEXT}, "required": ["text"]}
     grammar = Constraint("grammar", FORMATS["tags"].grammar({"f": schema}, {}, is_parallel=False))

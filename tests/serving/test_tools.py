@@ -98,9 +98,12 @@ def client(folder) -> Iterator[Any]:
         yield one
 
 
+CHECKERS = {name: jsonschema.Draft202012Validator(schema) for name, schema in SCHEMAS.items()}
+
+
 def is_call(call: Any, names: Any = SCHEMAS) -> bool:
     assert call.type == "function" and call.function.name in names and call.id
-    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    CHECKERS[call.function.name].validate(json.loads(call.function.arguments))
     return True
 
 
@@ -275,7 +278,7 @@ async def test_only_what_is_behind_the_mark_is_constrained(family, folder) -> No
         body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 400, "seed": 0, "logprobs": True}
         [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
         call = choice["message"]["tool_calls"][0]["function"]
-        jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+        CHECKERS[call["name"]].validate(json.loads(call["arguments"]))
         assert (choice["message"]["content"] or "").startswith(before.strip())
         # An answer without a call is what the model would have written anyway, also where its bytes are no UTF-8.
         said, found = "{ no [TOOL <tool_", []
