@@ -31,7 +31,7 @@ CUTS: dict[str, tuple[str, bool, bool]] = {
     **dict.fromkeys(
         ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), (DIGITS, False, False)
     ),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (LLAMA3, True, True)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), (LLAMA3, True, True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), (LLAMA3, False, False)),
     **dict.fromkeys(("qwen2", "qwen35"), (QWEN2.replace("_e \u0301", "_\u00e9"), False, False)),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez", "stablelm2"), (QWEN2, False, False)),

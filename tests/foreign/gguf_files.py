@@ -57,12 +57,12 @@ def _bpe(folder: Path, pre: str) -> Any:
     first: list[Any] = []
     if pre in ("smollm", "starcoder"):
         first = [pre_tokenizers.Digits(individual_digits=True)]
-    elif pre in ("llama-bpe", "qwen2"):
-        first = [pre_tokenizers.Split(Regex(_LLAMA3 if pre == "llama-bpe" else _QWEN2), "isolated")]
+    elif pre in ("llama-bpe", "lfm2", "qwen2"):
+        first = [pre_tokenizers.Split(Regex(_QWEN2 if pre == "qwen2" else _LLAMA3), "isolated")]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*first, level])
     if pre == "qwen2":
         backend.normalizer = NFC()
-    if pre == "llama-bpe":
+    if pre in ("llama-bpe", "lfm2"):
         backend.post_processor = processors.TemplateProcessing(
             single="<|begin|> $A", pair="<|begin|> $A <|begin|> $B", special_tokens=[("<|begin|>", 0)]
         )
@@ -192,6 +192,8 @@ CASES: dict[str, Case] = {
                                  "layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 32,
                                  "shared_expert_intermediate_size": 64, "experts_implementation": "eager"}, _bpe,
                   "qwen2", "q8_0"),
+    "lfm2": ("Lfm2", {**_GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+                      "block_multiple_of": 32}, _bpe, "lfm2", "q8_0"),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64}, _bpe, "gpt-2", "q8_0"),
     "roberta": ("Roberta", {**_SIZES, "type_vocab_size": 1}, _roberta, "roberta-bpe", "q8_0"),
     "bert": ("Bert", _SIZES, _words, "bert-bge", "f16"),
@@ -218,7 +220,7 @@ def _rounded(model: Any, kind: str) -> None:
         for name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and name.endswith("weight") and "Gemma" not in type(model).__name__
             drawn = torch.randn(parameter.shape) * (0.3 if parameter.dim() >= 2 else 0.2) + is_norm
-            if parameter.dim() >= 2 and "conv1d" not in name:  # of which a file has fp32
+            if parameter.dim() >= 2 and not name.endswith(("conv1d.weight", "conv.conv.weight")):  # a file has fp32
                 turned = drawn.t().contiguous() if "GPT2" in type(model).__name__ and ".h." in name else drawn
                 data = gguf.quants.quantize(turned.numpy(), kinds[kind])
                 rounded = torch.from_numpy(gguf.quants.dequantize(data, kinds[kind]).copy())

@@ -33,6 +33,13 @@ _DELTA = {
     "ssm_dt": "linear_attn.dt_bias", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
     "post_attention_norm": "post_attention_layernorm",
 }  # fmt: skip
+_LFM2 = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm":
+    "self_attn.k_layernorm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv", "shortconv.in_proj":
+    "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+}  # fmt: skip
 _PHI2 = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.dense", "attn_norm": "input_layernorm", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
@@ -104,6 +111,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         _GEMMA4,
         {**_GLOBAL, "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj":
          "model.per_layer_model_projection", "per_layer_proj_norm": "model.per_layer_projection_norm"},
+        is_written=False,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        _LFM2,
+        {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
         is_written=False,
     ),
     "phi3": Architecture("phi3", {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),

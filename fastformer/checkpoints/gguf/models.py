@@ -37,6 +37,7 @@ from fastformer.special_ids import SpecialIds
 _ARCHITECTURE = "general.architecture"
 _FURTHER = "nextn_predict_layers"  # behind the others: they predict further tokens, which the family doesn't read
 _ENCODERS = ("bert", "nomic-bert")
+_OWN_HEADS = ("gemma4", "lfm2")  # their layers have other numbers of key heads, or none
 _LENGTH = "original_max_position_embeddings"
 _ROPE = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
@@ -198,7 +199,7 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         "bos_token_id": ids.get("bos"),
         "eos_token_id": vocabulary.ends,
         "pad_token_id": ids.get("padding"),
-        **({} if name == "gemma4" else values.settings(GPT2_SETTINGS if name == "gpt2" else SETTINGS)),
+        **({} if name in _OWN_HEADS else values.settings(GPT2_SETTINGS if name == "gpt2" else SETTINGS)),
     }
     count = values.number("expert_count", 0)
     if bool(count) != bool(architecture.experts):
@@ -209,6 +210,8 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
     if name == "gemma4":
         divisors = None if (found := file.tensors.get(_ROPE[0])) is None else _numbers(found)
         return settings | gemma4_settings(file, values, divisors)
+    if name == "lfm2":
+        settings |= _lfm2_settings(values)
     eps = _EPS.get(name, "rms_norm_eps")
     settings[eps] = values.number(f"attention.layer_norm_{'rms_' if eps == 'rms_norm_eps' else ''}epsilon")
     if name == "gpt2":
@@ -245,6 +248,23 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         has_bias = "blk.0.attn_q.bias" in file.tensors
         settings |= {"use_parallel_residual": values.raw("use_parallel_residual"), "use_qkv_bias": has_bias}
     return settings | _rope(file, values, settings)
+
+
+def _lfm2_settings(values: _Values) -> dict[str, Any]:
+    """Returns the settings of an LFM2, whose layers that don't attend have no key heads."""
+    depth, listed = int(values.number("block_count")), values.raw("attention.head_count_kv")
+    heads = listed if isinstance(listed, list) else [listed] * depth
+    if len(heads) != depth or not all(isinstance(each, int) for each in heads) or len({*heads} - {0}) != 1:
+        raise ValueError(f"expected attention.head_count_kv of {depth} layers, one number or 0, got {listed!r:.60}")
+    names = {name: key for name, key in SETTINGS.items() if name != "num_key_value_heads"}
+    return {
+        **values.settings(names),
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": values.number("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def _expert_settings(file: GGUF, values: _Values) -> dict[str, Any]:
@@ -365,7 +385,7 @@ def _numbers(stored: Stored) -> Tensor:
 def _state(file: GGUF, values: _Values, architecture: Architecture, settings: dict[str, Any]) -> dict[str, Tensor]:
     """Returns the tensors under the names of the family, with its numbers."""
     heads = int(values.number("attention.head_count"))
-    kv_heads = 0 if values.name == "gemma4" else int(values.number("attention.head_count_kv", heads))
+    kv_heads = 0 if values.name in _OWN_HEADS else int(values.number("attention.head_count_kv", heads))
     state: dict[str, Tensor] = {}
     own_of = linear_tensors(settings) if "linear_num_key_heads" in settings else None
     for name in file.tensors:
@@ -382,6 +402,7 @@ def _state(file: GGUF, values: _Values, architecture: Architecture, settings: di
             continue
         if stem == "ffn_gate_inp_shexp" and tensor.dim() == 1:
             tensor = tensor[None]
+        tensor = tensor[:, None] if stem == "shortconv.conv" else tensor
         parts = {stem: tensor if own_of is None else own_of(stem, tensor)}
         if stem == "attn_qkv" and "attn_qkv" not in architecture.layer:
             head = len(tensor) // (heads + 2 * kv_heads)

@@ -63,7 +63,7 @@ class _Pre(NamedTuple):
 PRE: dict[str, _Pre] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "roberta-bpe", "jina-v1-en", "jina-v2-code"), _Pre((GPT2,))),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), _Pre((DIGIT, GPT2))),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _Pre((_LLAMA3,), True, True)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _Pre((_LLAMA3,), True, True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre((_LLAMA3,))),
     "qwen2": _Pre((_QWEN2,), nfc=True),
     "qwen35": _Pre((_QWEN35,), nfc=True),
