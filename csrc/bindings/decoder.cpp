@@ -100,6 +100,9 @@ ModelOptions options_of(PyObject* d) {
   reader.optional("key_layers", o.key_layers);
   reader.optional("value_norm", o.value_norm);
   reader.optional("rotary_reach", o.rotary_reach);
+  reader.optional("rotates_before_norms", o.rotates_before_norms);
+  reader.optional("query_growth", o.query_growth);
+  reader.optional("query_growth_length", o.query_growth_length);
   reader.optional("layer_input_scale", o.layer_input_scale);
   reader.expect_end();
   return o;

@@ -155,14 +155,22 @@ void Forward::place_queries(const PackedLayer& weights, int64_t row, int64_t pos
   const int64_t k_heads = weights.has_keys ? end - begin : 0;
   float* const all = qkv_.data() + row * padded(weights.qkv.n);
   float *q = all + begin * group * dim, *k = all + weights.q_dim() + begin * dim;
-  if (!weights.q_norm.empty() && !weights.norms_all_heads()) {
+  const auto normalise = [&] {
+    if (weights.q_norm.empty() || weights.norms_all_heads()) return;
     normalise_heads(weights.q_norm[0], o.eps, q_heads, q);
     if (k_heads) normalise_heads(weights.k_norm[0], o.eps, k_heads, k);
-  }
+  };
+  if (!o.rotates_before_norms) normalise();
   if (const RotaryTable* rotary = model_.rotary(weights)) {
     for (int64_t h = 0; h < q_heads; ++h) rotary->turn(position, q + h * dim);
     for (int64_t h = 0; h < k_heads; ++h) rotary->turn(position, k + h * dim);
+    if (o.query_growth != 0 && position >= o.query_growth_length) {
+      const float steps = static_cast<float>(position / o.query_growth_length);
+      const float factor = 1 + o.query_growth * std::log(1 + steps);
+      for (int64_t i = 0; i < q_heads * dim; ++i) q[i] *= factor;
+    }
   }
+  if (o.rotates_before_norms) normalise();
 }
 
 // Returns the values of all kv heads of a token, and normalises those of some of them. They may be the keys as they are

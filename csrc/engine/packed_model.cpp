@@ -245,6 +245,8 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     if (layer.has_keys && std::ssize(layer.k_norm[0].weight) != size)
       throw std::invalid_argument("the tensors q_norm.weight and k_norm.weight have unexpected shapes");
   }
+  if (o.rotates_before_norms && layer.norms_all_heads())
+    throw std::invalid_argument("expected norms of each head, or none, where they follow rotations");
   if (layer.keys_as_values && layer.norms_all_heads())
     throw std::invalid_argument("expected norms of each head, or none, where keys make the values");
   if (o.value_norm && layer.has_keys)
@@ -331,6 +333,7 @@ const ModelOptions& checked(const ModelOptions& o) {
   if (o.parallel_residual && (o.norm_placement != NormPlacement::pre || o.has_encoder()))
     throw std::invalid_argument("expected pre-norm and no encoder in a model with a parallel residual");
   if (o.value_norm && o.has_encoder()) throw std::invalid_argument("expected norms of values in a decoder-only model");
+  if (o.query_growth_length < 1) throw std::invalid_argument("expected queries that grow after a positive length");
   for (const auto* values : {&o.layer_head_dims, &o.layer_kv_heads, &o.key_layers})
     if (!values->empty() && (o.has_encoder() || std::ssize(*values) != o.num_decoder_layers))
       throw std::invalid_argument("expected options of layers for each layer of a decoder-only model");

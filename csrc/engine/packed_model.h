@@ -70,6 +70,10 @@ struct ModelOptions {
   std::vector<int64_t> key_layers = {};  // the layer whose keys and values it reads: itself, or one before it
   bool value_norm = false;               // an RMS norm of each head's values, without a weight
   int64_t rotary_reach = 0;              // how far behind a rotated feature the other of its pair is; 0: half of them
+  bool rotates_before_norms = false;     // queries and keys are rotated first, and then each head is normalised
+  // A query at position p has the factor 1 + query_growth * log(1 + floor(p / query_growth_length)), if it is rotated.
+  float query_growth = 0;
+  int64_t query_growth_length = 1;
   float layer_input_scale = 1;           // the factor for the embeddings that layers have of their own
   int64_t linear_key_heads = 0;          // of queries and keys in layers of linear attention
   int64_t experts_per_token = 0;         // the number of experts that a router chooses, in layers that have one

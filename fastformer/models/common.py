@@ -27,7 +27,8 @@ _ROWS = 256  # the rows whose logits `chosen_log_probs` holds at a time
 Norm = Literal["layer", "rms"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh", "clamped_swiglu"]
 # The options of rotary positions, and their values in models with others.
-_OF_ROTARY = {"rotary_fraction": 1.0, "rotary_scaling": None, "local_rotary_base": None, "rotary_layers": None}
+_OF_ROTARY = {"rotary_fraction": 1.0, "rotary_scaling": None, "local_rotary_base": None, "rotary_layers": None,
+              "query_growth": 0.0}  # fmt: skip
 
 
 def as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
@@ -123,7 +124,10 @@ def rotary_embeddings(
         return None, None
     size, base, local = config.global_rotary_dim, config.rotary_base, config.local_rotary_base
     scaling = RotarySpeeds(None) if config.scaling is None else config.scaling.speeds(size, base)
-    everywhere = RotaryEmbedding(size, config.max_len, base, speeds=scaling.speeds, scale=scaling.scale, **factory)
+    growth = {name: getattr(config, name) for name in ("query_growth", "query_growth_length") if hasattr(config, name)}
+    everywhere = RotaryEmbedding(
+        size, config.max_len, base, speeds=scaling.speeds, scale=scaling.scale, **growth, **factory
+    )
     own = None if local is None else RotaryEmbedding(config.rotary_dim, config.max_len, local, **factory)
     return everywhere, own
 

@@ -116,7 +116,7 @@ class GPT(NextTokenModel):
             config.d_model,
             scale=1.0 if config.embedding_scale is None else config.embedding_scale,
             round_scale=True,
-            dropout=config.dropout,
+            dropout=config.dropout if config.embedding_dropout is None else config.embedding_dropout,
             position=position,
             **factory,
         )

@@ -12,7 +12,7 @@ from fastformer.settings import Amount, Convert, Count, Positive, Probability, R
 from fastformer.special_ids import SpecialIds
 
 NormPlacement = Literal["pre", "post", "both"]
-QKNorm = Literal["head", "all"]
+QKNorm = Literal["head", "all", "rotated"]
 _Cap = Annotated[float, Range(above=0)]
 _Base = Annotated[float, Range(1)]
 
@@ -55,7 +55,8 @@ class GPTConfig(StackConfig):
         qkv_bias: whether the projections to queries, keys and values have a bias; None: the same as bias.
         out_bias: whether the attention's output projection has a bias; None: the same as bias.
         qk_norm: an RMSNorm of queries and keys before they are rotated: "head", over each head, with one weight for all
-            heads (Qwen3, Gemma 3), or "all", over all heads together (OLMo 2); None: none.
+            heads (Qwen3, Gemma 3), or "all", over all heads together (OLMo 2); "rotated": as "head", but after they are
+            rotated (Hunyuan); None: none.
         norm_placement: "pre": before each sub-layer; "post": on the output of a sub-layer, before it is added (OLMo 2);
             "both" (Gemma 2).
         parallel_residual: whether attention and feed-forward network both read the layer's input (GPT-NeoX).
@@ -105,6 +106,10 @@ class GPTConfig(StackConfig):
         shared_kv_d_ff: d_ff of these layers; None: d_ff.
         layer_input_dim: the size of a vector that each layer has of its own for a token, see `LayerInput`; None: none.
         layer_scalars: whether a layer ends by a factor, which is not trained.
+        embedding_dropout: dropout on the embeddings; None: the same as dropout.
+        query_growth: rotated queries at position p are multiplied by 1 + query_growth * log(1 + floor(p /
+            query_growth_length)) (Ministral 3).
+        query_growth_length: the position from which on that is more than 1.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -171,6 +176,9 @@ class GPTConfig(StackConfig):
     shared_kv_d_ff: Positive | None = None
     layer_input_dim: Positive | None = None
     layer_scalars: bool = False
+    embedding_dropout: Probability | None = None
+    query_growth: Amount = 0.0
+    query_growth_length: Positive = 8192
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -263,8 +271,14 @@ class GPTConfig(StackConfig):
             )
         if self.shared_kv_d_ff is not None and (not self.shared_kv_layers or self.num_experts is not None):
             raise ValueError("expected shared_kv_layers, and no experts, for shared_kv_d_ff")
-        if self.keys_as_values and self.qk_norm == "all":
-            raise ValueError("expected a qk_norm of 'head' or none for keys_as_values, got 'all'")
+        if self.keys_as_values and self.qk_norm not in (None, "head"):
+            raise ValueError(f"expected a qk_norm of 'head' or none for keys_as_values, got {self.qk_norm!r}")
+        if self.shared_kv_layers and self.qk_norm == "rotated":
+            raise ValueError("expected a qk_norm of 'head', 'all' or none for shared_kv_layers, got 'rotated'")
+        if self.query_growth and self.local_rotary_base is not None:
+            raise ValueError(f"expected no local_rotary_base for query_growth, got {self.local_rotary_base}")
+        if self.query_growth and self.qk_norm == "rotated":
+            raise ValueError("expected norms before rotations for query_growth, got a qk_norm of 'rotated'")
         if self.layer_input_dim is not None and self.norm != "rms":
             raise ValueError(f"expected norm 'rms' for layer_input_dim, got {self.norm!r}")
         if self.layer_input_dim is not None and self.activation in ("relu", "clamped_swiglu"):

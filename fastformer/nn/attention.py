@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fastformer.cache.layer_view import AttentionCache
 from fastformer.engine.checks import Replacement, given, is_unhooked, plain_parameters, replacement
 from fastformer.engine.frozen import Plans
-from fastformer.nn.attention_parameters import AttentionParameters, WindowSize
-from fastformer.nn.cached_attention import append_cached, attend_cached, attention_unpacked
+from fastformer.nn.attention_parameters import AttentionParameters, WindowSize, of_dtype
+from fastformer.nn.cached_attention import append_cached, attend_cached, attention_unpacked, placed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.kept_keys import KeptKeys
@@ -67,7 +67,8 @@ class MultiheadAttention(AttentionParameters):
         head_dim: size of a head; None: embed_dim / num_heads.
         out_bias: whether the output projection has a bias; None: the value of bias.
         qk_norm: an RMSNorm of queries and keys before they are rotated, `q_norm` and `k_norm`: "head", over each head,
-            one weight for all of them, or "all", over all heads together; None: none.
+            one weight for all of them, or "all", over all heads together; "rotated": as "head", but after they are
+            rotated; None: none.
         qk_norm_eps: added to their mean squares.
         softmax_scale: the factor of the scores; None: head_dim ** -0.5.
         softcap: c of c * tanh(score / c), which is applied to scaled scores before any mask; 0: no cap.
@@ -246,14 +247,13 @@ class MultiheadAttention(AttentionParameters):
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if shape is not None and attn_mask is None and key_padding_mask is None:  # saves time in small batches
             window = self._window(0) if is_causal else self.window_size
-            return q, k, v, {"window_size": window, **self._scores()}
+            return *self._turn(plan, q, k, None), v, {"window_size": window, **self._scores()}
         if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
             raise InputError(
                 f"expected query, key and value of one batch, key and value of one length; got {tuple(query.shape)}, "
                 f"{tuple(key.shape)} and {tuple(value.shape)}"
             )
-        if rotary is not None:
-            q, k = rotary.rotate(q, k)
+        q, k = self._turn(plan, q, k, rotary)
         if is_causal and attn_mask is not None and (need_weights or key_padding_mask is not None):
             # torch.nn uses the hint only if neither weights nor a key_padding_mask is given.
             is_causal = attn_mask.shape == (q.shape[1], k.shape[1]) and is_causal_mask(attn_mask)
@@ -358,8 +358,7 @@ class MultiheadAttention(AttentionParameters):
         if is_causal and memory_layout is not layout:
             raise InputError("expected is_causal with a packed layout in self-attention only")
         q, k, v = self._project_heads(plan, query, key, value, projected=projected, kept=kept)
-        if rotary is not None:
-            q, k = rotary.rotate(q, k)
+        q, k = self._turn(plan, q, k, rotary)
         dropout_p = self.dropout if self.training else 0.0
         if position_bias is not None:
             if memory_layout is not layout:
@@ -414,6 +413,9 @@ class MultiheadAttention(AttentionParameters):
             q, k, v = self._project_heads(plan, query, *_both(key, value), kept=kept)
             if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+            if self.qk_norm == "rotated":  # which the op that rotates by the places in the cache doesn't apply
+                q, k = self._turn(plan, q, k, None if rotary is None else placed(rotary, cache, q))
+                rotary = None
             packed_layout = layout if packed else None
             window_left = self.window_size[0]
             out = append_cached(cache, q, k, v, window_left, packed_layout, position_bias, rotary, self._scores())
@@ -436,7 +438,7 @@ class MultiheadAttention(AttentionParameters):
         weight, bias = self._in_proj()
         if weight is not None and key is query and value is query:
             if bias is not None and bias.dtype != weight.dtype:
-                bias = _of_dtype(bias, weight)
+                bias = of_dtype(bias, weight)
             qkv = linear(query, weight, bias)
             head_dim = self._head_dim()
             num_kv_heads = self.kv_dim // head_dim
@@ -451,7 +453,7 @@ class MultiheadAttention(AttentionParameters):
 
     def _q_weights(self, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weight = self.q_proj_weight if weight is None else weight
-        return weight, None if bias is None else _of_dtype(bias, weight)
+        return weight, None if bias is None else of_dtype(bias, weight)
 
     def _project_kv(
         self, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -461,11 +463,11 @@ class MultiheadAttention(AttentionParameters):
             k_weight, v_weight = self.k_proj_weight, self.v_proj_weight
         else:
             if key is value:
-                k, v = linear(key, weight, _of_dtype(bias, weight)).split(sizes, dim=-1)
+                k, v = linear(key, weight, of_dtype(bias, weight)).split(sizes, dim=-1)
                 return k, v
             k_weight, v_weight = weight.split(sizes)
         k_bias, v_bias = (None, None) if bias is None else bias.split(sizes)
-        return linear(key, k_weight, _of_dtype(k_bias, k_weight)), linear(value, v_weight, _of_dtype(v_bias, v_weight))
+        return linear(key, k_weight, of_dtype(k_bias, k_weight)), linear(value, v_weight, of_dtype(v_bias, v_weight))
 
     def _head_dim(self) -> int:
         if self.q_dim != self.embed_dim:
@@ -480,7 +482,7 @@ class MultiheadAttention(AttentionParameters):
         return x.unflatten(-1, (-1, self._head_dim()))
 
     def _normalise(self, plan: NormPlan | None, name: str, x: Tensor) -> Tensor:
-        """Normalises queries or keys (..., heads, head_dim), if they have a norm.
+        """Normalises queries or keys (..., heads, head_dim), if they have a norm; "rotated" ones are rotated before.
 
         Args:
             plan: the plan of the norm; None if the norm is called.
@@ -489,32 +491,41 @@ class MultiheadAttention(AttentionParameters):
         """
         if self.qk_norm is None:
             return x
-        rows = x if self.qk_norm == "head" else x.flatten(-2)
+        rows = x.flatten(-2) if self.qk_norm == "all" else x
         return (getattr(self, name)(rows) if plan is None else plan.apply(rows)).view(x.shape)
 
     def _project_heads(
         self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None,
         projected: ProjectedMemory | None = None, kept: KeptKeys | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Computes queries, keys and values (..., heads, head_dim), with the norms of the heads applied."""
+        """Computes queries, keys and values (..., heads, head_dim), with the norms that precede rotations applied."""
         if not self.has_usual_keys or kept is not None:
             if key is not query or value is not query:
                 raise InputError("expected the query as key and value: its layer shares keys, or makes values of them")
             return self._project_own(plan, query, shape, kept)
         q, k, v = self._project(query, key, value, shape, projected)
-        if self.qk_norm is None:
+        if self.qk_norm is None or self.qk_norm == "rotated":
             return q, k, v
         return self._normalise(plan.q_norm, "q_norm", q), self._normalise(plan.k_norm, "k_norm", k), v
+
+    def _turn(self, plan: AttentionPlan, q: Tensor, k: Tensor, rotary: RotaryPositions | None) -> tuple[Tensor, Tensor]:
+        """Rotates queries and keys, and applies the norms that follow rotations."""
+        q, k = (q, k) if rotary is None else rotary.rotate(q, k)
+        if self.qk_norm != "rotated":
+            return q, k
+        return self._normalise(plan.q_norm, "q_norm", q), self._normalise(plan.k_norm, "k_norm", k)
 
     def _project_own(
         self, plan: AttentionPlan, x: Tensor, shape: tuple[int, int] | None, kept: KeptKeys | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         # With keys and values of another layer, or values made of keys.
+        if self.qk_norm == "rotated":
+            raise InputError("expected keys and values of the layer's own for norms of rotated queries and keys")
         if x.shape[-1] != self.embed_dim:
             raise InputError(f"expected a query of size {self.embed_dim} in the last dimension, got {x.shape[-1]}")
         weight, bias = self._in_proj()
         assert weight is not None
-        rows = self._heads(linear(x, weight, None if bias is None else _of_dtype(bias, weight)))
+        rows = self._heads(linear(x, weight, None if bias is None else of_dtype(bias, weight)))
         rows = rows if shape is None else rows.view(*shape, *rows.shape[1:])
         q, *own = rows.split([self.num_heads, *[self.num_kv_heads] * self.kv_projections], dim=-2)
         q = self._normalise(plan.q_norm, "q_norm", q)
@@ -528,19 +539,6 @@ class MultiheadAttention(AttentionParameters):
         if kept is not None:
             kept.keep(k, v)
         return q, k, v
-
-    @property
-    def is_standard(self) -> bool:
-        """Whether heads divide embed_dim, have no norms or gate, and scale scores by head_dim ** -0.5 without a cap."""
-        is_usual = self.has_usual_keys and not self.has_gate
-        return self.q_dim == self.embed_dim and self.qk_norm is None and is_usual and not self._scores()
-
-    def _scores(self) -> dict[str, Any]:
-        """Returns the ops' options for the scores; empty for their defaults."""
-        if self.softmax_scale is None and not self.softcap and not self.has_sinks:
-            return {}
-        sinks = self.sinks if self.has_sinks else None
-        return given(softmax_scale=self.softmax_scale, softcap=self.softcap or None, sinks=sinks)
 
     def _window(self, diagonal: int) -> WindowSize:
         """Returns the window of a causal call."""
@@ -587,8 +585,3 @@ def _both(key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
     if key is None or value is None:
         raise InputError("expected key and value; only a static cache replaces them")
     return key, value
-
-
-def _of_dtype(bias: Tensor | None, weight: Tensor) -> Tensor | None:
-    # If the bias's dtype isn't the weight's, PyTorch's linear accepts or refuses it by the input's memory layout.
-    return bias if bias is None or bias.dtype == weight.dtype else bias.to(weight.dtype)

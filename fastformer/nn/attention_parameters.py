@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer.engine.checks import given
 from fastformer.nn.errors import InputError
 from fastformer.nn.norm import AddLayerNorm, check_dropout
 from fastformer.ops._common import resolve_window
 from fastformer.ops._dispatch import copied
 
-QK_NORMS = ("head", "all")
+QK_NORMS = ("head", "all", "rotated")
 WindowSize = tuple[int | None, int | None]
 
 
@@ -127,7 +128,7 @@ class AttentionParameters(nn.Module):
         if qk_norm not in QK_NORMS:
             raise InputError(f"expected qk_norm in {QK_NORMS} or None, got {qk_norm!r}")
         self.qk_norm = qk_norm
-        sizes = (self.head_dim, self.head_dim) if qk_norm == "head" else (self.q_dim, self.kv_dim)
+        sizes = (self.q_dim, self.kv_dim) if qk_norm == "all" else (self.head_dim, self.head_dim)
         norms: dict[str, Any] = {"bias": False, "rms_norm": True, **factory}
         self.q_norm = AddLayerNorm(sizes[0], eps, **norms)
         if self.kv_projections:
@@ -137,6 +138,19 @@ class AttentionParameters(nn.Module):
     def has_usual_keys(self) -> bool:
         """Whether keys and values are two products of the layer's own, the values without a norm."""
         return self.kv_projections == 2 and self.value_norm_eps is None
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether heads divide embed_dim, have no norms or gate, and scale scores by head_dim ** -0.5 without a cap."""
+        is_usual = self.has_usual_keys and not self.has_gate
+        return self.q_dim == self.embed_dim and self.qk_norm is None and is_usual and not self._scores()
+
+    def _scores(self) -> dict[str, Any]:
+        """Returns the ops' options for the scores; empty for their defaults."""
+        if self.softmax_scale is None and not self.softcap and not self.has_sinks:
+            return {}
+        sinks = self.sinks if self.has_sinks else None
+        return given(softmax_scale=self.softmax_scale, softcap=self.softcap or None, sinks=sinks)
 
     def _reset_parameters(self) -> None:
         # torch.nn's initialisation, in its order, so that the same seed gives the same weights.
@@ -188,3 +202,9 @@ class AttentionParameters(nn.Module):
         attn_mask = None if attn_mask is None else F.pad(attn_mask, (0, extra))
         key_padding_mask = None if key_padding_mask is None else F.pad(key_padding_mask, (0, extra))
         return k, v, attn_mask, key_padding_mask
+
+
+def of_dtype(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    """Returns a bias in the dtype of its weight."""
+    # If the bias's dtype isn't the weight's, PyTorch's linear accepts or refuses it by the input's memory layout.
+    return bias if bias is None or bias.dtype == weight.dtype else bias.to(weight.dtype)

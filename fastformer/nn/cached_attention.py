@@ -99,6 +99,13 @@ def append_cached(
     return out
 
 
+def placed(rotary: RotaryPositions, cache: AttentionCache, q: Tensor) -> RotaryPositions:
+    """Returns rotary positions that are those in the cache if they were none of their own."""
+    if rotary.positions is not None:
+        return rotary
+    return rotary._replace(positions=cache.seqlens[:, None] + torch.arange(q.shape[1], device=q.device))
+
+
 def _append_step(
     cache: AttentionCache, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor | None,
     rotary: RotaryPositions | None, scores: ScoreOptions,
@@ -106,13 +113,11 @@ def _append_step(
     """Computes `append_cached` for tokens that follow earlier ones, or for one token in each row."""
     tables: dict[str, Any] = {}
     gathers = position_bias is not None or "sinks" in scores
-    if rotary is not None and rotary.positions is None and not gathers:
+    if rotary is not None and rotary.positions is None and rotary.growth is None and not gathers:
         # The kernel rotates by the positions in the cache.
         tables = {"cos": rotary.cos, "sin": rotary.sin, "interleaved": rotary.interleaved}
     elif rotary is not None:
-        if rotary.positions is None:
-            rotary = rotary._replace(positions=cache.seqlens[:, None] + torch.arange(q.shape[1], device=q.device))
-        q, k = rotary.rotate(q, k)
+        q, k = placed(rotary, cache, q).rotate(q, k)
     if gathers:
         return _append_and_gather(cache, q, k, v, window_left, position_bias, scores)
     return decode_attention(

@@ -195,11 +195,18 @@ class RotaryPositions(NamedTuple):
     sin: Tensor
     positions: Tensor | None
     interleaved: bool
+    growth: Tensor | None = None
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns q and k rotated, each (batch, seqlen, heads, head_dim), or packed if there are positions."""
-        cos, sin, positions, interleaved = self
+        """Returns q and k rotated, each (batch, seqlen, heads, head_dim), or packed if there are positions.
+
+        Queries are multiplied by the factors of their positions, if there are any.
+        """
+        cos, sin, positions, interleaved, growth = self
         q = rotary(q, cos, sin, positions=positions, interleaved=interleaved)
+        if growth is not None:
+            factors = growth[: q.shape[-3]] if positions is None else growth[positions]
+            q = q * factors[..., None, None].to(q.dtype)
         return q, rotary(k, cos, sin, positions=positions, interleaved=interleaved)
 
 
@@ -214,10 +221,14 @@ class RotaryEmbedding(nn.Module):
         device, dtype: the device and dtype of the tables.
         speeds: (head_dim // 2,) radians per position instead of those that follow from the base.
         scale: the factor of cosines and sines.
+        query_growth: queries at position p are multiplied by 1 + query_growth * log(1 + floor(p / query_growth_length))
+            (Llama 4, Ministral 3), in fp32.
+        query_growth_length: see above.
     """
 
     cos: Tensor
     sin: Tensor
+    growth: Tensor | None
 
     def __init__(
         self,
@@ -230,6 +241,8 @@ class RotaryEmbedding(nn.Module):
         *,
         speeds: Tensor | None = None,
         scale: float = 1.0,
+        query_growth: float = 0.0,
+        query_growth_length: int = 8192,
     ) -> None:
         super().__init__()
         self.max_len = max_len
@@ -238,13 +251,18 @@ class RotaryEmbedding(nn.Module):
         cos, sin = rotary_tables(max_len, head_dim, base, device=device, dtype=dtype, speeds=speeds, scale=scale)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        growth = None
+        if query_growth:
+            steps = torch.floor(torch.arange(max_len, device=device, dtype=torch.float32) / query_growth_length)
+            growth = (1 + query_growth * torch.log(1 + steps)).to(dtype)
+        self.register_buffer("growth", growth, persistent=False)
 
     def forward(self, positions: Tensor | None = None) -> RotaryPositions:
         """Binds the tables to positions: (batch, seqlen) or (total,) integers.
 
         None: the index along the sequence, or if tokens are appended to a cache, their positions there.
         """
-        return RotaryPositions(self.cos, self.sin, positions, self.interleaved)
+        return RotaryPositions(self.cos, self.sin, positions, self.interleaved, self.growth)
 
 
 class RelativePositionBias(nn.Module):

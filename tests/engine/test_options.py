@@ -35,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases": {"qkv_bias": True, "out_bias": True},
     "norms of heads": {"qk_norm": "head"},
     "norms over heads": {"qk_norm": "all"},
+    "norms behind rotations": {"qk_norm": "rotated"},
+    "growing queries": {"query_growth": 0.6, "query_growth_length": 7},
     "a window": {"window_size": 0},
     "windows of layers": WINDOWS,
     "long windows": {"window_size": 250, "window_layers": (False, True, True)},
@@ -93,6 +95,9 @@ NOT_TOGETHER = [
     {"learned positions", "few pairs turn"}, {"learned positions", "global heads"},
     {"learned positions", "wide global heads"}, {"gates with limits", "inputs of layers"},
     {"norms over heads", "keys as values"}, {"many heads", "global heads"},
+    *({"norms behind rotations", name} for name in ("keys as values", "shared keys", "keys of one layer")),
+    *({"growing queries", name} for name in ("learned positions", "two rotations", "global heads", "wide global heads",
+                                             "norms behind rotations")),
     {"in parallel", "inputs of layers"}, {"one norm for both", "inputs of layers"},
 ]  # fmt: skip
 FEW = [
@@ -100,6 +105,8 @@ FEW = [
     ("norms of heads", "two rotations", "norms on both sides", "a scale", "embeddings scaled"),
     ("capped scores", "capped logits", "long windows", "norms on both sides", "wide heads"),
     ("in parallel", "a part rotated", "biases"),
+    ("norms behind rotations", "windows of layers", "a part rotated"),
+    ("growing queries", "norms of heads", "some layers rotated"),
     ("one norm for both", "some layers rotated", "a bias on the logits"),
     ("learned positions", "norms over heads", "capped scores", "windows of layers"),
     ("many heads", "capped scores", "windows of layers"),

@@ -80,6 +80,10 @@ class _PlainGpt:
         q = self.norm(q, f"{name}.q_norm", True) if c.qk_norm == "head" else q
         rotates = c.rotary_layers is None or c.rotary_layers[layer]
         q = self.turn(q, has_window) if rotates else q
+        q = self.norm(q, f"{name}.q_norm", True) if c.qk_norm == "rotated" else q
+        if rotates and c.query_growth:
+            steps = torch.tensor([place // c.query_growth_length for place in range(n)])
+            q = q * (1 + c.query_growth * torch.log1p(steps.float())).to(q.dtype)[:, None, None]
         if is_shared:
             k, v = self.kept[has_window]
         else:
@@ -89,6 +93,7 @@ class _PlainGpt:
             k = self.norm(k, f"{name}.k_norm", True) if c.qk_norm == "head" else k
             v = v / torch.sqrt((v**2).mean(-1, keepdim=True) + c.layer_norm_eps) if c.value_norm else v
             k = self.turn(k, has_window) if rotates else k
+            k = self.norm(k, f"{name}.k_norm", True) if c.qk_norm == "rotated" else k
             self.kept[has_window] = k, v = self.cached(k), self.cached(v)
         k, v = (t.repeat_interleave(c.num_heads // kv_heads, 1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (c.attention_scale or size**-0.5)

@@ -41,7 +41,7 @@ AXES: list[list[dict[str, Any]]] = [
         {"norm_bias": False},
     ],
     [{"norm": "layer"}, {"norm": "rms"}, {"layer_norm_eps": 0.3}],
-    [{}, {"qk_norm": "head"}, {"qk_norm": "all"}],
+    [{}, {"qk_norm": "head"}, {"qk_norm": "all"}, {"qk_norm": "rotated"}],
     [
         {},
         {"norm_placement": "post"},
@@ -57,6 +57,7 @@ AXES: list[list[dict[str, Any]]] = [
         {"positions": "rotary", "rotary_base": 100.0, "rotary_scaling": LLAMA3},
         {"positions": "rotary", "rotary_base": 50.0, "rotary_scaling": YARN},
         {"positions": "rotary", "rotary_layers": (False, True)},
+        {"positions": "rotary", "query_growth": 0.8, "query_growth_length": 2},
     ],
     [
         {},
@@ -97,8 +98,10 @@ def rows(axes: list[list[dict[str, Any]]], seed: int) -> list[dict[str, Any]]:
         options: dict[str, Any] = {}
         for axis, value in zip(axes, best, strict=True):
             options |= axis[value]
-        if options.get("positions") != "rotary":
+        if options.get("positions") != "rotary" or "query_growth" in options:
             options.pop("local_rotary_base", None)
+        if "query_growth" in options and options.get("qk_norm") == "rotated":
+            options["qk_norm"] = "head"
         combinations.append(options)
     return combinations
 
@@ -121,6 +124,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rotary_scaling": {"kind": "linear", "factor": 2}, "embedding_scale": 4.0,
     },
 }  # fmt: skip
+FAMILIES["hunyuan"] = {**FAMILIES["qwen3"], "qk_norm": "rotated"}
+FAMILIES["ministral3"] = {**FAMILIES["qwen3"], "qk_norm": None, "query_growth": 0.8, "query_growth_length": 3}
 FAMILIES["gemma2"] = {
     **{name: value for name, value in FAMILIES["gemma3"].items() if name not in ("qk_norm", "local_rotary_base")},
     "rotary_scaling": None, "attention_softcap": 2.0, "logit_softcap": 3.0,
@@ -353,6 +358,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"parallel_residual": True, "norm_placement": "both"}, "norm_placement"),
     ({"norm_placement": "none"}, "norm_placement"),
     ({"qk_norm": "heads"}, "qk_norm"),
+    ({"qk_norm": "rotated", "positions": "rotary", "shared_kv_layers": 1}, "shared_kv_layers"),
+    ({"query_growth": 0.1}, "query_growth"),
+    ({"query_growth": 0.1, "positions": "rotary", "qk_norm": "rotated"}, "query_growth"),
+    ({"query_growth": 0.1, "positions": "rotary", "local_rotary_base": 7.0, "window_size": 2}, "query_growth"),
+    ({"embedding_dropout": 1.5}, "embedding_dropout"),
     ({"attention_scale": 0}, "attention_scale"),
     ({"logit_softcap": -1.0}, "logit_softcap"),
     ({"head_dim": 8, "num_heads": 4, "num_kv_heads": 3}, "num_kv_heads"),

@@ -8,6 +8,10 @@ from fastformer.models.gpt import GPTConfig
 def options_of_layers(config: GPTConfig) -> dict[str, object]:
     """Returns the options of ModelOptions in csrc/engine/packed_model.h that differ from the usual ones."""
     some: dict[str, object] = {"value_norm": True} if config.value_norm else {}
+    if config.qk_norm == "rotated":
+        some["rotates_before_norms"] = True
+    if config.query_growth:
+        some |= {"query_growth": config.query_growth, "query_growth_length": config.query_growth_length}
     if (scaling := config.scaling) is not None and scaling["kind"] == "proportional":
         some["rotary_reach"] = config.global_rotary_dim // 2
     if config.key_layers is not None:
