@@ -66,11 +66,12 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             Gemma3ForCausalLM or Gemma4ForCausalLM; GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM,
             OlmoeForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, GraniteMoeForCausalLM or GptOssForCausalLM;
             SmolLM3ForCausalLM, GraniteForCausalLM, GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM,
-            StableLmForCausalLM or Exaone4ForCausalLM; Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM,
-            Qwen3NextForCausalLM or Lfm2ForCausalLM; or an encoder, with the head that classifies texts or without one:
-            BertModel and BertForSequenceClassification, and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT,
-            DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT, NomicBert, Gte and EuroBert.
-            The head of their ForMaskedLM is omitted.
+            StableLmForCausalLM or Exaone4ForCausalLM; HunYuanDenseV1ForCausalLM, Ministral3ForCausalLM,
+            SeedOssForCausalLM, Ernie4_5ForCausalLM, HeliumForCausalLM, GlmForCausalLM or Glm4ForCausalLM;
+            Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM or Lfm2ForCausalLM; or an encoder, with the
+            head that classifies texts or without one: BertModel and BertForSequenceClassification, and the same classes
+            of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT, NomicBert, Gte and
+            EuroBert. The head of their ForMaskedLM is omitted.
 
     Raises:
         ImportError: transformers is older than 5.16.

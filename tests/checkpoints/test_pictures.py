@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf import FAMILIES, why_unsupported
 from fastformer.checkpoints.hf.common import text_settings
 from fastformer.checkpoints.run import architecture_of
 from tests.integrations.config_fields import BASES, load
@@ -36,6 +36,31 @@ def test_the_text_of_a_model_with_pictures_computes_the_same(kind, is_tied, tmp_
     ids = torch.randint(6, 58, (2, 61))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_text_of_a_ministral_3_is_loaded(is_tied, is_old, tmp_path, caplog) -> None:
+    """Files have the names of versions of transformers before 5, which newer ones write, too, or those in memory."""
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+              "image_size": 28, "patch_size": 14, "head_dim": 8}  # fmt: skip
+    text = {"model_type": "ministral3", **BASES["ministral3"], "sliding_window": None}
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+    torch.manual_seed(0)
+    theirs = transformers.Mistral3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path, save_original_format=is_old)
+    assert architecture_of(tmp_path) == "GPT"
+    ours = load(tmp_path, "ministral3")
+    assert ours.config.tie_embeddings == is_tied and "tensors for pictures are left out" in caplog.text
+    ids = torch.randint(11, 58, (2, 61))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mistral_with_pictures_is_refused(tmp_path) -> None:
+    settings = {"model_type": "mistral3", "text_config": {"model_type": "mistral", **BASES["mistral"]}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert architecture_of(tmp_path) is None and "Ministral 3" in (why_unsupported(settings) or "")
 
 
 def test_a_model_with_pictures_and_without_settings_of_its_text_is_refused(tmp_path) -> None:

@@ -49,6 +49,8 @@ _T5: dict[str, Any] = {
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 14, "pad_token_id": 0, "eos_token_id": 1,
     "decoder_start_token_id": 0,
 }  # fmt: skip
+GROWTH = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 500.0,
+          "llama_4_scaling_beta": 0.5}  # fmt: skip
 # Small configs. Windows are narrower than the texts, so that they matter.
 BASES: dict[str, dict[str, Any]] = {
     **{kind: _BERT for kind in ENCODER_FORMS},
@@ -100,6 +102,13 @@ BASES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_GROUPED, "num_local_experts": 0, "shared_intermediate_size": 36, "mamba_n_heads": 1,
                          "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope",
                          "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 4.0},
+    "seed_oss": _GEMMA,
+    "hunyuan_v1_dense": _GEMMA,
+    "ministral3": {**_GEMMA, "sliding_window": 5, "rope_parameters": GROWTH},
+    "ernie4_5": _GEMMA,
+    "helium": {**_GROUPED, "head_dim": 4},
+    "glm": {**_GROUPED, "head_dim": 8},
+    "glm4": {**_GROUPED, "head_dim": 8},
     "phi": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1},
     "stablelm": {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "partial_rotary_factor": 0.5},
 }  # fmt: skip
@@ -329,7 +338,7 @@ IDS, TARGETS = _ids(3, 21, 1), _ids(3, 9, 2)
 RIGHT = (torch.arange(21) < torch.tensor([[21], [13], [4]])).long()
 LEFT = RIGHT.flip(1)
 # Families that count padding unless they get positions.
-_FROM_ZERO = ("gpt2", "bert", "electra", "albert", "distilbert")
+_FROM_ZERO = ("gpt2", "hunyuan_v1_dense", "ministral3", "bert", "electra", "albert", "distilbert")
 
 
 def _real(hidden: Tensor, mask: Tensor) -> Tensor:

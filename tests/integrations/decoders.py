@@ -160,6 +160,8 @@ _YARN = {"full_attention": _ROPES["yarn"] | {"rope_theta": 500.0},
          "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
 _FACTORS = {"short_factor": [1.0, 1.2, 2.0], "long_factor": [1.0, 2.0, 4.0], "original_max_position_embeddings": 96}
 LONGROPE = {"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_theta": 1e4, **_FACTORS}
+_GROWTH = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 500.0,
+           "max_position_embeddings": 96}  # fmt: skip
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": _GPT2,
     "llama": _LLAMA
@@ -242,6 +244,32 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "parallel": {"num_attention_heads": 2, "num_key_value_heads": 2, "use_qkv_bias": True,
                      "partial_rotary_factor": 0.5, "use_parallel_residual": True, "tie_word_embeddings": True},
     },
+    "seed_oss": {
+        "wide heads": {"head_dim": 10, "residual_dropout": 0.0, "attention_dropout": 0.0, **_GROUPED},
+        "biased": {"attention_out_bias": True, "mlp_bias": True, "head_dim": 4, "tie_word_embeddings": True,
+                   "rope_theta": 500.0, **_GROUPED},
+    },
+    "ernie4_5": {
+        "wide heads": {"head_dim": 10, **_GROUPED},
+        "biased": {"use_bias": True, "head_dim": 4, "tie_word_embeddings": False, **_GROUPED},
+    },
+    "hunyuan_v1_dense": {
+        "alpha": {"head_dim": 10, **_GROUPED,
+                  "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 500.0}},
+        "biased": {"head_dim": 4, "attention_bias": True, "tie_word_embeddings": True},
+    },
+    "ministral3": {
+        "growing queries": {"head_dim": 10, "rope_parameters": {**_GROWTH, "llama_4_scaling_beta": 0.1}, **_GROUPED},
+        "window": {"head_dim": 4, "rope_parameters": {**_GROWTH, "rope_type": "default", "llama_4_scaling_beta": 0.3},
+                   "sliding_window": 5, "tie_word_embeddings": True, **_GROUPED},
+    },
+    "helium": {"plain": {"head_dim": 4, "num_key_value_heads": 6, "attention_bias": True}},
+    "glm": {
+        "half": {"head_dim": 12, **_GROUPED},
+        "a third": {"head_dim": 6, "attention_bias": False, "num_key_value_heads": 6, "tie_word_embeddings": True,
+                    "partial_rotary_factor": 0.34},
+    },
+    "glm4": {"norms on both sides": {"head_dim": 8, **_GROUPED}},
     "starcoder2": {"plain": _GROUPED, "window": {"sliding_window": 5, "tie_word_embeddings": False, **_GROUPED}},
     "mixtral": {"window": {"num_local_experts": 5, "sliding_window": 6, **_GROUPED}},
     "granitemoe": {
@@ -314,48 +342,25 @@ def _gemma4(
     }  # fmt: skip
 
 
-def drawn(kind: str, seed: int) -> Case:
-    """Draws a config of a family with random options and 96 positions."""
-    rng = random.Random(f"{kind} {seed}")
+# Families whose hidden_size need not be a multiple of the heads.
+_FREE = ("mistral", "ministral", "ministral3", "qwen3", "gemma", "seed_oss", "hunyuan_v1_dense", "ernie4_5", "glm",
+         "glm4")  # fmt: skip
+
+
+def _drawn_rope(kind: str, rng: random.Random, dim: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Draws rotary parameters, and adds other options of rotations to those given."""
     flip = lambda: rng.random() < 0.5  # noqa: E731
-    kv = rng.choice((1, 2, 3))
-    heads, depth = kv * rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
-    head_dim = rng.choice((4, 6, 8, 10, 12))
-    free = kind in ("mistral", "ministral", "qwen3", "gemma")  # hidden_size need not be a multiple of the heads
-    hidden = 2 * rng.randint(6, 16) if free else heads * rng.choice((4, 6, 8))
-    options: dict[str, Any] = {
-        "hidden_size": hidden, "num_hidden_layers": depth, "num_attention_heads": heads,
-        "num_key_value_heads": kv, "intermediate_size": rng.randint(5, 50), "tie_word_embeddings": flip(),
-    }  # fmt: skip
-    if kind in ("gpt2", "gpt_neox"):
-        del options["num_key_value_heads"]
-    if kind in ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "mixtral",
-                "qwen3_moe", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):  # fmt: skip
-        own = free or flip() or "linear_num_key_heads" in FIELDS[kind]
-        options["head_dim"] = head_dim if own and kind not in ("phi3",) else hidden // heads
-    dim = options.get("head_dim", hidden // heads)
-    if kind == "gpt2":
-        options |= {"n_inner": options.pop("intermediate_size"), **_DROPOUT}
-        options["activation_function"] = rng.choice(("gelu_new", "gelu", "relu", "silu"))
-    biased = ("llama", "qwen3", "olmo2", "olmo3", "gpt_neox", "gemma", "gemma2", "gemma3_text", "granite", "gpt_oss",
-              "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # fmt: skip
-    if kind in biased:
-        options["attention_bias"] = flip()
-    if kind in ("llama", "smollm3", "granite"):
-        options["mlp_bias"] = flip()
-    window = rng.randint(2, 12)
-    types = [rng.choice(_TYPES) for _ in range(depth)]
-    if kind in ("mistral", "phi3", "starcoder2", "mixtral"):
-        options["sliding_window"] = window if flip() else None
-    elif kind in ("ministral", "exaone4", "olmo3", "gemma2", "gemma3_text", "gpt_oss"):
-        options |= {"sliding_window": window, "layer_types": types}
-    elif kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
-        options |= {"use_sliding_window": flip(), "sliding_window": window, "max_window_layers": rng.randint(0, depth)}
-    rope = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10_000.0, 1e6))}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10_000.0, 1e6))}
     if kind not in ("gpt2", "phi3"):
         rope |= rng.choice([{}, *(each for name, each in _ROPES.items() if name != "dynamic" or kind != "gemma3_text")])
-    if kind in ("gpt_neox", "phi", "stablelm", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
+    if kind in ("gpt_neox", "phi", "stablelm", "glm", "glm4", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         rope["partial_rotary_factor"] = rng.choice([part / dim for part in range(4, dim + 1, 2)])
+    if kind == "hunyuan_v1_dense" and flip():
+        rope = {"rope_type": "dynamic", "factor": 1.0, "rope_theta": rope["rope_theta"]}
+        rope["alpha"] = rng.choice((1.5, 1000.0))
+    if kind == "ministral3":
+        rope = {"original_max_position_embeddings": rng.choice((5, 96)), **rope}
+        rope["llama_4_scaling_beta"] = rng.choice((0.0, 0.1, 0.7))
     if kind == "phi3" and flip():
         part = rng.choice(range(4, dim + 1, 2))
         factors = {f"{name}_factor": [rng.uniform(1, 4) for _ in range(part // 2)] for name in ("short", "long")}
@@ -364,6 +369,50 @@ def drawn(kind: str, seed: int) -> Case:
     if kind in ("olmo3", "gemma3_text"):
         local = rope["rope_theta"] if kind == "olmo3" and flip() else 500.0
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    return rope
+
+
+def drawn(kind: str, seed: int) -> Case:
+    """Draws a config of a family with random options and 96 positions."""
+    rng = random.Random(f"{kind} {seed}")
+    flip = lambda: rng.random() < 0.5  # noqa: E731
+    kv = rng.choice((1, 2, 3))
+    heads, depth = kv * rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
+    head_dim = rng.choice((4, 6, 8, 10, 12))
+    free = kind in _FREE
+    hidden = 2 * rng.randint(6, 16) if free else heads * rng.choice((4, 6, 8))
+    options: dict[str, Any] = {
+        "hidden_size": hidden, "num_hidden_layers": depth, "num_attention_heads": heads,
+        "num_key_value_heads": kv, "intermediate_size": rng.randint(5, 50), "tie_word_embeddings": flip(),
+    }  # fmt: skip
+    if kind in ("gpt2", "gpt_neox"):
+        del options["num_key_value_heads"]
+    if kind in (*_FREE, "llama", "qwen2", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss", "helium",
+                "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):  # fmt: skip
+        own = free or flip() or "linear_num_key_heads" in FIELDS[kind]
+        options["head_dim"] = head_dim if own and kind not in ("phi3", "helium") else hidden // heads
+    dim = options.get("head_dim", hidden // heads)
+    if kind == "gpt2":
+        options |= {"n_inner": options.pop("intermediate_size"), **_DROPOUT}
+        options["activation_function"] = rng.choice(("gelu_new", "gelu", "relu", "silu"))
+    biased = ("llama", "qwen3", "olmo2", "olmo3", "gpt_neox", "gemma", "gemma2", "gemma3_text", "granite", "gpt_oss",
+              "seed_oss", "hunyuan_v1_dense", "helium", "glm", "glm4", "qwen3_5_text", "qwen3_5_moe_text",
+              "qwen3_next")  # fmt: skip
+    if kind in biased:
+        options["attention_bias"] = flip()
+    if kind == "ernie4_5":
+        options["use_bias"] = flip()
+    if kind in ("llama", "smollm3", "granite", "seed_oss", "helium"):
+        options["mlp_bias"] = flip()
+    window = rng.randint(2, 12)
+    types = [rng.choice(_TYPES) for _ in range(depth)]
+    if kind in ("mistral", "ministral3", "phi3", "starcoder2", "mixtral"):
+        options["sliding_window"] = window if flip() else None
+    elif kind in ("ministral", "exaone4", "olmo3", "gemma2", "gemma3_text", "gpt_oss"):
+        options |= {"sliding_window": window, "layer_types": types}
+    elif kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
+        options |= {"use_sliding_window": flip(), "sliding_window": window, "max_window_layers": rng.randint(0, depth)}
+    rope = _drawn_rope(kind, rng, dim, options)
     if kind != "gpt2":
         options["rope_parameters"] = rope
     if kind in ("gemma2", "gemma3_text"):

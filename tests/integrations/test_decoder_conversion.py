@@ -39,7 +39,9 @@ EXACT = ("llama yarn rope", "mistral window", "qwen2 windows", "qwen3 wide heads
          "qwen3_moe every other layer",
          "smollm3 windows", "granite factors", "phi tied", "stablelm parallel", "cwm windows",
          "exaone4 windows", "qwen3_5_text grouped heads", "qwen3_5_moe_text plain",
-         "qwen3_next one layer dense", "lfm2 untied")  # fmt: skip
+         "qwen3_next one layer dense", "lfm2 untied",
+         "seed_oss biased", "ernie4_5 wide heads", "helium plain", "glm a third", "glm4 norms on both sides",
+         "hunyuan_v1_dense alpha", "ministral3 growing queries")  # fmt: skip
 cases = pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in CASES.items()],
@@ -216,6 +218,7 @@ def test_a_family_of_windows_computes_a_model_without_one(options) -> None:
 
 def test_a_scaling_of_positions_that_no_family_has_is_refused() -> None:
     scaling = {"kind": "linear", "factor": 2.0}
-    options = {**GATED, "activation": "swiglu", "rotary_fraction": 0.5, "rotary_scaling": scaling}
+    # Of those that rotate a part, GLM-4 has no windows, and a Phi-3 another scaling.
+    options = {**GATED, "activation": "swiglu", "rotary_fraction": 0.5, "rotary_scaling": scaling, "window_size": 3}
     with pytest.raises(ValueError, match=r"\brotary_scaling\b"):
         to_huggingface(GPT(GPTConfig(**SIZES, **options)))

@@ -23,6 +23,7 @@ from fastformer.checkpoints.hf import (
     llama_kin,
     mixtures,
     modernbert,
+    neighbours,
     neox,
     nomic,
     prompts,
@@ -52,6 +53,7 @@ DECODER_FORMS: dict[str, Form] = {
     **llama_kin.FORMS,
     **qwen_hybrid.FORMS,
     **lfm2.FORMS,
+    **neighbours.FORMS,
 }
 # The families that a `BERT` may be saved as, likewise.
 ENCODER_FORMS: dict[str, EncoderForm] = {
@@ -108,7 +110,8 @@ _CAUSAL = {
     "starcoder2": "Starcoder2", "mixtral": "Mixtral", "granitemoe": "GraniteMoe", "olmoe": "Olmoe",
     "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite",
     "granitemoehybrid": "GraniteMoeHybrid", "phi": "Phi", "stablelm": "StableLm", "cwm": "Cwm", "gpt_oss": "GptOss",
-    "qwen3_next": "Qwen3Next", "lfm2": "Lfm2",
+    "qwen3_next": "Qwen3Next", "lfm2": "Lfm2", "seed_oss": "SeedOss", "ernie4_5": "Ernie4_5",
+    "helium": "Helium", "glm": "Glm", "glm4": "Glm4", "hunyuan_v1_dense": "HunYuanDenseV1", "ministral3": "Ministral3",
 }  # fmt: skip
 _ENCODERS = ("roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert", "eurobert")
 _FAMILIES = {
@@ -167,6 +170,7 @@ UNSUPPORTED = {
         "Gemma 3n predicts and corrects several streams of states in each layer",
     ),
     "gemma4": "Gemma 4 with pictures and sounds has encoders for them (its text model alone is a gemma4_text)",
+    "mistral3": "Mistral 3 with pictures has an encoder for them (the text model of a Ministral 3 is loaded)",
     "gemma3": "Gemma 3 with pictures has an encoder for them (its text model alone is a gemma3_text)",
 }
 _KINDS_OF_LAYERS = ("layer_types", "layers_block_type")  # settings with an entry for each layer

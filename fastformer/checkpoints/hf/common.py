@@ -73,7 +73,8 @@ THEIR_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "s
 
 
 # The model_type of the text in models that see pictures, too, and whose text a model here computes.
-_WITH_PICTURES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma4": "gemma4_text"}
+_WITH_PICTURES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma4": "gemma4_text",
+                  "mistral3": "ministral3"}  # fmt: skip
 
 
 class Checkpoint(NamedTuple):
@@ -168,6 +169,10 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     inner = settings.get("text_config")
     if not isinstance(inner, Mapping):
         raise ValueError(f"expected a text_config in the settings of a {settings['model_type']}, got {inner!r:.60}")
+    if settings["model_type"] == "mistral3":
+        if inner.get("model_type") != kind:  # a Mistral, whose weights have other names
+            return dict(settings)
+        inner = {**inner, "tie_word_embeddings": True}  # whatever the text's own are: the whole model's usual value
     outer = ("tie_word_embeddings", "quantization_config", "transformers_version")
     return {**inner, **{name: settings[name] for name in outer if name in settings}, "model_type": kind}
 

@@ -72,7 +72,7 @@ class Form(NamedTuple):
     convert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     revert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     open: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
-    close: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
+    close: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
     unread: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("lm_head.weight",)
 
@@ -161,7 +161,7 @@ class Form(NamedTuple):
         weights[self.heads[0]] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
         if config.output_bias:
             weights[self._bias] = state[OUTPUT_BIAS]
-        return settings, self.close(weights)
+        return settings, self.close(weights, settings)
 
     @property
     def _bias(self) -> str:

@@ -103,6 +103,13 @@ FIELDS: dict[str, frozenset[str]] = {
         "decoder_sparse_step mlp_only_layers shared_expert_intermediate_size",
         "lfm2": f"{_ALL} {_LAYERS} num_key_value_heads initializer_range norm_eps use_cache rope_parameters conv_bias "
         "conv_L_cache block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim full_attn_idxs layer_types",
+        "seed_oss": f"{_LLAMA} pretraining_tp attention_bias attention_out_bias mlp_bias residual_dropout head_dim",
+        # Its attention has no dropout, which its config doesn't name.
+        "ernie4_5": f"{_LLAMA.removesuffix(' attention_dropout')} use_bias head_dim",
+        "hunyuan_v1_dense": f"{_LLAMA} eod_token_id pretraining_tp attention_bias head_dim",
+        "ministral3": f"{_LLAMA} head_dim sliding_window",
+        "helium": f"{_LLAMA} attention_bias mlp_bias head_dim",
+        **dict.fromkeys(("glm", "glm4"), f"{_LLAMA} attention_bias head_dim partial_rotary_factor"),
         "bert": _BERT,
         "roberta": _BERT,
         "xlm-roberta": _BERT,
@@ -145,11 +152,19 @@ _IDS: dict[str, Mapping[str, int | list[int]]] = {
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), {"pad_token_id": 1, "eos_token_id": 50279}),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), {"pad_token_id": 0, "eos_token_id": 1}),
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA_IDS),
+    "seed_oss": {"pad_token_id": 1, "eos_token_id": 2},
+    "ernie4_5": {"pad_token_id": 0, "eos_token_id": 2},
+    "hunyuan_v1_dense": {"pad_token_id": 0, "eos_token_id": 2},
+    "ministral3": {"pad_token_id": 11, "eos_token_id": 2},
+    "helium": {"pad_token_id": 3, "eos_token_id": 2},
+    **dict.fromkeys(("glm", "glm4"), {"pad_token_id": 151329, "eos_token_id": [151329, 151336, 151338]}),
     "phi3": {"pad_token_id": 32000, "eos_token_id": 32000},
     "albert": {"bos_token_id": 2, "eos_token_id": 3},
     "modernbert": {"bos_token_id": 50281, "eos_token_id": 50282},
     "eurobert": {"bos_token_id": 128000, "eos_token_id": 128001},
 }
+# The id that a family's class has in place of a null, too.
+_NULL_IS_USUAL = dict.fromkeys(("glm", "glm4"), "eos_token_id")
 BIDIRECTIONAL = "gemma3_text"  # the family whose use_bidirectional_attention lets tokens see later ones
 # Settings that the caches of transformers read in any config: which of the keys before a token they keep.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -193,7 +208,9 @@ def sees_later(settings: Mapping[str, Any]) -> bool:
 
 def with_usual_ids(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings with the special ids that the family has if config.json doesn't contain them."""
-    return {**_IDS.get(str(settings.get("model_type")), {}), **settings}
+    kind = str(settings.get("model_type"))
+    given = {name: value for name, value in settings.items() if value is not None or name != _NULL_IS_USUAL.get(kind)}
+    return {**_IDS.get(kind, {}), **given}
 
 
 def unknown_fields(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

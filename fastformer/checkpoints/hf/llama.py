@@ -116,7 +116,7 @@ class Variant(NamedTuple):
     revert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     rename: Callable[[Names, GPTConfig], Names] = lambda names, config: names
     open: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
-    close: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
+    close: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]] = as_saved
 
     @property
     def form(self) -> Form:
@@ -166,13 +166,23 @@ class Variant(NamedTuple):
             options["qkv_bias"] = qkv
         if out != bias:
             options["out_bias"] = out
-        usual = d_model // heads
-        head_dim = _or(settings, "head_dim", usual) if self.own_heads else usual
+        head_dim = self.size_of_head(settings)
         if head_dim * heads != d_model:
             options["head_dim"] = head_dim
         if self.dropouts:
             options["dropout"] = same_dropout(settings, 0.0, *self.dropouts)
         return options
+
+    def size_of_head(self, settings: Mapping[str, Any]) -> int:
+        """Returns the size of a head."""
+        settings = {**self.usual, **settings}
+        usual = number_of(settings, "hidden_size") // number_of(settings, "num_attention_heads")
+        return _or(settings, "head_dim", usual) if self.own_heads else usual
+
+    def rotated(self, settings: Mapping[str, Any]) -> int:
+        """Returns the number of a head's features that are rotated."""
+        fraction = self._rope({**self.usual, **settings}, False).get("rotary_fraction", 1.0)
+        return int(self.size_of_head(settings) * fraction)
 
     def _activation(self, settings: Mapping[str, Any]) -> str:
         for name in self.activation_settings:

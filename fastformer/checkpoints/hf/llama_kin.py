@@ -1,4 +1,4 @@
-"""Families that add a little to Llama or GPT-NeoX: SmolLM3, Granite (3, and 4 without Mamba), Phi, StableLM, EXAONE 4.
+"""Families that add a little to Llama or GPT-NeoX, such as SmolLM3, Granite (without Mamba), Phi and EXAONE 4.
 
 Granite multiplies embeddings, the outputs of sub-layers, scores and logits by factors. Those of embeddings and scores
 are options of a `GPT`. The others are multiplied into the weights that they follow: of a sub-layer's last matrix, and
@@ -7,6 +7,8 @@ of the last norm. An fp32 weight is rounded once by that, and one of factor 2**n
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +17,20 @@ from torch import Tensor
 
 from fastformer.checkpoints.hf.common import ACTIVATIONS, flag_of, number_of
 from fastformer.checkpoints.hf.decoder import MisfitError
-from fastformer.checkpoints.hf.llama import FULL, MODULES, OLMO_MODULES, SLIDING, Variant, all_but_each, uses_window
+from fastformer.checkpoints.hf.llama import (
+    FULL,
+    MODULES,
+    OLMO_MODULES,
+    SLIDING,
+    Variant,
+    all_but_each,
+    everywhere,
+    uses_window,
+)
+from fastformer.checkpoints.hf.rope import LENGTH, kind_of, parameters_of, with_alpha, with_rope, write_rope
 from fastformer.models import GPTConfig
 
+logger = logging.getLogger(__name__)
 # The ends of the names of what is added to the residual stream; a tensor of all experts has no kind.
 _SUB_LAYERS = (".o_proj.weight", ".o_proj.bias", ".down_proj.weight", ".down_proj.bias", ".down_proj",
                ".shared_mlp.output_linear.weight")  # fmt: skip
@@ -188,6 +201,91 @@ def _check_no_norms(settings: Mapping[str, Any]) -> None:
         raise ValueError("expected queries and keys without a LayerNorm, got qk_layernorm true")
 
 
+# ---- Seed-OSS ----
+
+
+def _seed_oss(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns that the embeddings have no dropout, where sub-layers have."""
+    return {"embedding_dropout": 0.0} if settings["residual_dropout"] else {}
+
+
+def _seed_oss_settings(config: GPTConfig) -> dict[str, Any]:
+    rate = config.dropout if config.embedding_dropout is None else config.embedding_dropout
+    if rate:
+        raise MisfitError("embedding_dropout", f"expected a Seed-OSS, whose embeddings have no dropout, got {rate}")
+    return {}
+
+
+# ---- Hunyuan ----
+
+
+class _Hunyuan(Variant):
+    def _rope(self, settings: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
+        own = with_alpha(settings, layers=FULL, base=self.base, head_dim=self.size_of_head(settings))
+        return super()._rope(own, has_windows)
+
+
+# ---- Ministral 3 ----
+
+_BETA = "llama_4_scaling_beta"
+_UNREAD = "max_position_embeddings"  # which its rotary parameters have as well, and no pass reads
+
+# In a model with pictures: its other parts, and the two places of its text.
+_OF_PICTURES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+_OF_TEXT = re.compile(r"^(?:(model\.)language_model\.|language_model\.)")
+
+
+class _Ministral3(Variant):
+    def _rope(self, settings: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
+        """Returns the options of rotations, and those by which queries grow after the original length."""
+        given = parameters_of(settings, FULL)
+        rope = dict(given or self.rope)
+        beta, limit = rope.pop(_BETA, None), settings.get("max_position_embeddings")
+        rope.pop(_UNREAD, None)
+        is_scaled = kind_of(rope) in ("llama3", "yarn", "longrope")
+        length = settings.get(LENGTH) if is_scaled and settings.get(LENGTH) is not None else rope.get(LENGTH)
+        length = limit if length is None and is_scaled else length
+        if not isinstance(beta, int | float) or isinstance(beta, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(
+                f"expected rope_parameters with numbers as {_BETA} and {LENGTH}, got {beta!r:.60} and {length!r:.60}"
+            )
+        options = super()._rope(with_rope(settings, rope), has_windows)
+        return {**options, "query_growth": beta, "query_growth_length": length} if beta else options
+
+
+def _without_pictures(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the text's tensors by their names in a model without pictures."""
+    opened: dict[str, Tensor] = {}
+    pictures = 0
+    for name, tensor in state.items():
+        if _OF_PICTURES.match(name):
+            pictures += 1
+        else:
+            opened[_OF_TEXT.sub(r"\1", name)] = tensor
+    if pictures:
+        logger.warning("The model reads text alone: %d tensors for pictures are left out", pictures)
+    return opened
+
+
+def _ministral3_settings(config: GPTConfig) -> dict[str, Any]:
+    """Returns the settings of rotations, with those of the growth of queries."""
+    scaling = config.rotary_scaling or {}
+    length = scaling.get(LENGTH, config.max_len)
+    if config.query_growth:
+        own = config.query_growth_length
+        if scaling.get(LENGTH, own) != own:
+            raise MisfitError(
+                "query_growth_length", f"expected a Ministral 3, with a query_growth_length of {length}, got {own}"
+            )
+        length = own
+    written = write_rope(config, 1.0)
+    return {
+        name: {**values, LENGTH: length, _BETA: config.query_growth}
+        for name, values in written.items()
+        if isinstance(values, Mapping)
+    }
+
+
 VARIANTS = (
     Variant(
         "smollm3",
@@ -266,5 +364,43 @@ VARIANTS = (
         more_settings=_stablelm_settings,
         free=("parallel_residual", "shared_norm"),
     ),
-)
+    Variant(
+        "seed_oss",
+        "Seed-OSS",
+        usual={
+            "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_dropout": 0.1,
+            "residual_dropout": 0.1,
+        },
+        biases=("attention_bias", "attention_out_bias", "mlp_bias"),
+        dropouts=("residual_dropout",),
+        more=_seed_oss,
+        more_settings=_seed_oss_settings,
+        free=("embedding_dropout",),
+    ),
+    _Hunyuan(
+        "hunyuan_v1_dense",
+        "Hunyuan",
+        modules={
+            **MODULES, "self_attn.q_norm": ("self_attn.query_layernorm",), "self_attn.k_norm":
+            ("self_attn.key_layernorm",),
+        },
+        fixed={"norm": "rms", "qk_norm": "rotated"},
+        usual={"rms_norm_eps": 1e-5},
+        biases=("attention_bias", "attention_bias", False),
+    ),
+    _Ministral3(
+        "ministral3",
+        "Ministral 3",
+        usual={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+        layer_types=everywhere,
+        has_layer_types=False,
+        rope={
+            "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, LENGTH: 16384, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, _BETA: 0.1,
+        },
+        more_settings=_ministral3_settings,
+        free=("query_growth", "query_growth_length"),
+        open=_without_pictures,
+    ),
+)  # fmt: skip
 FORMS = {variant.kind: variant.form for variant in VARIANTS}

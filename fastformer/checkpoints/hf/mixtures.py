@@ -310,7 +310,7 @@ def _opened_gpt_oss(state: Mapping[str, Tensor], count: int) -> dict[str, Tensor
     return opened
 
 
-def _closed_gpt_oss(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _closed_gpt_oss(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """Does the inverse of `_opened_gpt_oss`."""
     closed: dict[str, Tensor] = {}
     parts: dict[tuple[str, str, str], list[Tensor]] = {}  # in the order of the experts

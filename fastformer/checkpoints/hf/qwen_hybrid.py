@@ -95,7 +95,7 @@ def _opened(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[st
     return opened
 
 
-def _closed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _closed(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """Joins gates with queries, head by head."""
     closed: dict[str, Tensor] = {}
     for name, tensor in state.items():

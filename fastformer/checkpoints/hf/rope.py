@@ -15,7 +15,7 @@ from fastformer.models.rotary_scaling import RotaryScaling
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 ROPE_NAMES = ("rope_theta", "partial_rotary_factor")
-_LENGTH = "original_max_position_embeddings"
+LENGTH = "original_max_position_embeddings"
 _NAMES = ("type", "rope_type", *ROPE_NAMES)
 
 
@@ -42,7 +42,7 @@ def read_rope(
     Raises:
         ValueError: an unknown kind of scaling, or a value that isn't a number.
     """
-    rope = _parameters(settings, layers, is_nested)
+    rope = parameters_of(settings, layers, is_nested)
     theta, part = (
         next((value for value in (rope.get(name), settings.get(beside)) if value is not None), usual)
         for name, beside, usual in zip(ROPE_NAMES, names, (base, fraction), strict=True)
@@ -50,7 +50,7 @@ def read_rope(
     options: dict[str, Any] = {"rotary_base": _number("rope_theta", theta)}
     if _number("partial_rotary_factor", part) != 1.0:
         options["rotary_fraction"] = part
-    kind = _kind(rope)
+    kind = kind_of(rope)
     if "short_factor" in rope and kind in ("su", "yarn"):  # Phi-3's first names for it
         kind = "longrope"
     if kind not in KINDS:
@@ -63,16 +63,16 @@ def read_rope(
     limit = settings.get("max_position_embeddings")
     scaling = {name: value for name, value in rope.items() if name not in _NAMES and value is not None}
     if kind == "linear":
-        scaling.pop(_LENGTH, None)
+        scaling.pop(LENGTH, None)
     elif kind == "dynamic":  # the scaling grows from this length on
-        scaling[_LENGTH] = limit
-    elif settings.get(_LENGTH) is not None:  # Phi-3's, which has priority
-        scaling[_LENGTH] = settings[_LENGTH]
+        scaling[LENGTH] = limit
+    elif settings.get(LENGTH) is not None:  # Phi-3's, which has priority
+        scaling[LENGTH] = settings[LENGTH]
     else:
-        scaling.setdefault(_LENGTH, limit)
+        scaling.setdefault(LENGTH, limit)
     if kind in ("yarn", "longrope") and "factor" not in scaling:
-        if (before := _number(_LENGTH, scaling[_LENGTH])) < 2:
-            raise ValueError(f"expected {_LENGTH} of at least 2, got {before}")
+        if (before := _number(LENGTH, scaling[LENGTH])) < 2:
+            raise ValueError(f"expected {LENGTH} of at least 2, got {before}")
         scaling["factor"] = _number("max_position_embeddings", limit) / before
     return {**options, "rotary_scaling": {"kind": kind, **scaling}}
 
@@ -108,7 +108,7 @@ def longest(settings: Mapping[str, Any], options: Mapping[str, Any], *, grows: b
     if not isinstance(max_positions, int) or isinstance(max_positions, bool):
         raise ValueError(f"expected max_position_embeddings to be an integer, got {max_positions!r}")
     scaling = options.get("rotary_scaling") or {}
-    kind, before = scaling.get("kind"), scaling.get(_LENGTH, max_positions)
+    kind, before = scaling.get("kind"), scaling.get(LENGTH, max_positions)
     if kind in ("dynamic", "longrope"):
         return min(max_positions, before)
     if not grows or kind not in ("linear", "yarn"):
@@ -130,13 +130,13 @@ def original_length(settings: Mapping[str, Any]) -> int | None:
     """
     if not any("long_factor" in (settings.get(name) or {}) for name in ("rope_scaling", "rope_parameters")):
         return None
-    if not settings.get("rope_parameters") and settings.get(_LENGTH) is None:
+    if not settings.get("rope_parameters") and settings.get(LENGTH) is None:
         return None  # version 4 looks for it beside the other settings alone
     scaling = read_rope(settings, layers="full_attention", base=1e4).get("rotary_scaling") or {}
     limit = settings.get("max_position_embeddings")
-    if scaling.get("kind") != "longrope" or not isinstance(limit, int) or limit <= scaling[_LENGTH]:
+    if scaling.get("kind") != "longrope" or not isinstance(limit, int) or limit <= scaling[LENGTH]:
         return None
-    return int(scaling[_LENGTH])
+    return int(scaling[LENGTH])
 
 
 def beyond_original(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,12 +153,12 @@ def beyond_original(settings: Mapping[str, Any]) -> dict[str, Any]:
     changed = {
         "short_factor": scaling["long_factor"],
         "attention_factor": scaling.speeds(2 * len(scaling["long_factor"]), 1e4).scale,
-        _LENGTH: limit,
+        LENGTH: limit,
     }
     parameters = {
         name: {**settings[name], **changed} for name in ("rope_scaling", "rope_parameters") if settings.get(name)
     }
-    return {**settings, **parameters, _LENGTH: limit}
+    return {**settings, **parameters, LENGTH: limit}
 
 
 def write_lengths(config: GPTConfig | BERTConfig, *, grows: bool) -> dict[str, Any]:
@@ -168,11 +168,40 @@ def write_lengths(config: GPTConfig | BERTConfig, *, grows: bool) -> dict[str, A
     if grows and kind == "linear":
         max_positions = math.ceil(max_positions / scaling["factor"])
     elif kind == "dynamic":
-        max_positions = scaling[_LENGTH]
-    elif kind == "longrope" and max_positions == scaling[_LENGTH]:
+        max_positions = scaling[LENGTH]
+    elif kind == "longrope" and max_positions == scaling[LENGTH]:
         max_positions = int(max_positions * scaling.get("factor", 1))
-    original = {_LENGTH: scaling[_LENGTH]} if kind == "longrope" else {}
+    original = {LENGTH: scaling[LENGTH]} if kind == "longrope" else {}
     return {"max_position_embeddings": max_positions, **original}
+
+
+def with_rope(settings: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with these rotary parameters, as version 5 names them, and no older ones."""
+    return {**settings, "rope_scaling": None, "rope_parameters": dict(rope)}
+
+
+def with_alpha(settings: Mapping[str, Any], *, layers: str, base: float, head_dim: int) -> dict[str, Any]:
+    """Returns settings with a base that contains the `alpha` of "dynamic", which then depends on no length (Hunyuan).
+
+    Args:
+        settings: the settings of a model.
+        layers: see `read_rope`.
+        base: the base if the settings don't contain it.
+        head_dim: the size of a head.
+
+    Raises:
+        ValueError: an alpha that isn't a number above 0, or heads of 2 features, which can't have one.
+    """
+    rope = parameters_of(settings, layers)
+    alpha = rope.pop("alpha", None)
+    if not alpha or kind_of(rope) != "dynamic":
+        return with_rope(settings, rope)
+    if _number("alpha", alpha) < 0 or head_dim == 2:
+        raise ValueError(f"expected an alpha above 0, and heads of more than 2 features, got {alpha!r} and {head_dim}")
+    name = ROPE_NAMES[0]
+    theta = next((value for value in (rope.get(name), settings.get(name)) if value is not None), base)
+    stretched = float(_number(name, theta) * alpha ** (head_dim / (head_dim - 2)))
+    return with_rope(settings, {"rope_type": "default", "rope_theta": stretched})
 
 
 def write_rope(
@@ -190,7 +219,7 @@ def write_rope(
     }
     kind, base = scaling.pop("kind", "default"), config.rotary_base
     if kind == "dynamic":
-        del scaling[_LENGTH]
+        del scaling[LENGTH]
     own = getattr(config, "rotary_fraction", 1.0)
     partial = {} if own == fraction == 1.0 else {"partial_rotary_factor": own}
     if kind == "proportional":
@@ -214,7 +243,7 @@ def without_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in old}
 
 
-def _parameters(settings: Mapping[str, Any], layers: str, is_nested: bool) -> dict[str, Any]:
+def parameters_of(settings: Mapping[str, Any], layers: str, is_nested: bool = False) -> dict[str, Any]:
     """Returns the mapping of rotary parameters, from whichever version.
 
     As in transformers, rope_scaling has priority, and another kind of scaling there replaces rope_parameters.
@@ -228,7 +257,7 @@ def _parameters(settings: Mapping[str, Any], layers: str, is_nested: bool) -> di
             raise ValueError(f"expected {name} to be a mapping, got {value!r:.60}")
         given[name] = value
     scaling, parameters = given.get("rope_scaling") or {}, given.get("rope_parameters") or {}
-    if scaling and not _has_kinds(parameters) and _kind(scaling) != _kind(parameters):
+    if scaling and not _has_kinds(parameters) and kind_of(scaling) != kind_of(parameters):
         parameters = {}
     chosen = (value.get(layers) or {} if is_nested or _has_kinds(value) else value for value in (parameters, scaling))
     return {name: value for each in chosen if isinstance(each, Mapping) for name, value in each.items()}
@@ -239,7 +268,8 @@ def _has_kinds(parameters: Mapping[str, Any]) -> bool:
     return any(isinstance(value, Mapping) for value in parameters.values())
 
 
-def _kind(parameters: Mapping[str, Any]) -> Any:
+def kind_of(parameters: Mapping[str, Any]) -> Any:
+    """Returns the kind of scaling that rotary parameters name."""
     return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
