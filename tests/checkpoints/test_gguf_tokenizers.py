@@ -35,6 +35,10 @@ CUTS: dict[str, tuple[str, bool, bool]] = {
     **dict.fromkeys(("dbrx", "smaug-bpe"), (LLAMA3, False, False)),
     **dict.fromkeys(("qwen2", "qwen35"), (QWEN2.replace("_e \u0301", "_\u00e9"), False, False)),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez", "stablelm2"), (QWEN2, False, False)),
+    "hunyuan": (QWEN2, False, False),
+    "hunyuan-dense": ("We 'LL _see _ 123 45 _camelCase _a /\n /b _e\u0301", False, False),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (LLAMA3, False, False)),
+    "seed-coder": (QWEN2.replace("/\n", "/ \n"), False, False),
     "tekken": (f"We 'LL {CAMEL}", True, True),
     **dict.fromkeys(("gpt-4o", "llama4"), (f"We'LL {CAMEL}".replace("1 2 3 4 5", "123 45"), False, False)),
 }  # fmt: skip
@@ -72,6 +76,13 @@ def test_marks_above_letters_belong_to_words_of_qwen35(values) -> None:
     for name, words in (("qwen2", ["b", "\u0301c", " ?\u0301"]), ("qwen35", ["b\u0301c", " ?", "\u0301"])):
         library: Any = getattr(made(vocabulary(values, pre=name)).backend, "tokenizer")  # noqa: B009
         assert [text[slice(*place)] for _, place in library.pre_tokenizer.pre_tokenize_str(text)] == words
+
+
+def test_a_hunyuan_cuts_between_scripts(values) -> None:
+    library: Any = getattr(made(vocabulary(values, pre="hunyuan-dense")).backend, "tokenizer")  # noqa: B009
+    text = "see漢字かな[ok) x"
+    words = [text[slice(*place)] for _, place in library.pre_tokenizer.pre_tokenize_str(text)]
+    assert words == ["see", "漢字かな", "[ok", ")", " x"]
 
 
 def test_every_name_has_a_row() -> None:

@@ -44,6 +44,11 @@ _SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
          "original_max_position_embeddings": 16, "rope_theta": 500.0}  # fmt: skip
+# 4 positions at first, so that the texts' queries grow.
+_GROWING = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 500.0,
+            "original_max_position_embeddings": 4, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1}  # fmt: skip
+_ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 32,
              "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 3.0, 4.0]}  # fmt: skip
 
@@ -52,12 +57,13 @@ def _bpe(folder: Path, pre: str) -> Any:
     from tokenizers import Regex, pre_tokenizers, processors
     from tokenizers.normalizers import NFC
 
-    backend = byte_level(["<|begin|>", "<|im_end|>", "<|im_start|>", "<|endoftext|>"])._tokenizer
+    special = ["<|begin|>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", *(["<|user|>"] if pre == "glm4" else [])]
+    backend = byte_level(special)._tokenizer
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm", "starcoder"))
     first: list[Any] = []
     if pre in ("smollm", "starcoder"):
         first = [pre_tokenizers.Digits(individual_digits=True)]
-    elif pre in ("llama-bpe", "lfm2", "qwen2"):
+    elif pre in ("llama-bpe", "lfm2", "glm4", "qwen2"):
         first = [pre_tokenizers.Split(Regex(_QWEN2 if pre == "qwen2" else _LLAMA3), "isolated")]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*first, level])
     if pre == "qwen2":
@@ -194,6 +200,12 @@ CASES: dict[str, Case] = {
                   "qwen2", "q8_0"),
     "lfm2": ("Lfm2", {**_GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
                       "block_multiple_of": 32}, _bpe, "lfm2", "q8_0"),
+    "mistral3": ("Ministral3", {**_GROUPED, "head_dim": 16, "rope_parameters": _GROWING}, _bpe, "llama-bpe", "q8_0"),
+    "hunyuan": ("HunYuanDenseV1", {**_GROUPED, "head_dim": 16, "eod_token_id": 1, "max_position_embeddings": 32768,
+                                   "rope_parameters": _ALPHA, "tie_word_embeddings": True}, _bpe, "qwen2", "q8_0"),
+    "seedoss": ("SeedOss", {**_GROUPED, "head_dim": 16}, _bpe, "gpt-2", "f16"),
+    "ernie": ("Ernie4_5", {**_GROUPED, "head_dim": 16}, _pieces, "default", "q8_0"),
+    "glm4": ("Glm4", {**_GROUPED, "head_dim": 16, "eos_token_id": 1}, _bpe, "glm4", "q8_0"),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64}, _bpe, "gpt-2", "q8_0"),
     "roberta": ("Roberta", {**_SIZES, "type_vocab_size": 1}, _roberta, "roberta-bpe", "q8_0"),
     "bert": ("Bert", _SIZES, _words, "bert-bge", "f16"),

@@ -120,6 +120,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         is_written=False,
     ),
     "phi3": Architecture("phi3", {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "mistral3": Architecture("ministral3", _LLAMA, is_permuted=True, is_written=False),
+    "hunyuan-dense": Architecture(
+        "hunyuan_v1_dense",
+        {**_LLAMA, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        is_written=False,
+    ),
+    "seed_oss": Architecture(
+        "seed_oss",
+        {**_ATTENTION, **_GATED, "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+        is_written=False,
+    ),
+    # Their rows are in the family's order, that of rotations of neighbours.
+    "ernie4_5": Architecture("ernie4_5", _LLAMA, is_written=False),
+    "glm4": Architecture(
+        "glm4",
+        {**_LLAMA, "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+         "ffn_up": "mlp.gate_up_proj"},
+        is_written=False,
+    ),
     "olmo2": Architecture("olmo2", {**_ATTENTION, **_GATED, **_POST, **_QK_NORMS}),
     "starcoder2": Architecture(
         "starcoder2", {**_ATTENTION, **_NORMS, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}

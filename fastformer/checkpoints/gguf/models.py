@@ -184,6 +184,13 @@ _EPS = {
     "phi2": "layer_norm_eps",
     "stablelm": "layer_norm_eps",
 }
+# The settings of biases, each with a tensor that has one.
+_BIASES: dict[str, dict[str, str]] = {
+    "hunyuan_v1_dense": {"attention_bias": "attn_q"},
+    "seed_oss": {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"},
+    "ernie4_5": {"use_bias": "attn_q"},
+    "glm4": {"attention_bias": "attn_q"},
+}
 _GRANITE = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale", "residual_multiplier":
     "residual_scale",
@@ -231,6 +238,9 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         raise ValueError(f"expected keys and values of one length, got {settings['head_dim']} and {size}")
     if architecture.experts:
         settings |= _expert_settings(file, values)
+    settings |= {
+        flag: f"blk.0.{part}.bias" in file.tensors for flag, part in _BIASES.get(architecture.kind, {}).items()
+    }
     if architecture.kind == "llama":
         settings.pop("sliding_window", None)  # llama.cpp doesn't read it either
         settings |= {
@@ -244,10 +254,13 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         settings["logits_scaling"] = values.number("logit_scale")
     elif name.startswith("gemma"):
         settings |= _gemma_settings(values, settings)
+    elif name == "seed_oss":
+        settings |= {"attention_dropout": 0.0, "residual_dropout": 0.0}  # which no file has
     if name == "stablelm":
         has_bias = "blk.0.attn_q.bias" in file.tensors
         settings |= {"use_parallel_residual": values.raw("use_parallel_residual"), "use_qkv_bias": has_bias}
-    return settings | _rope(file, values, settings)
+    rope = _rope(file, values, settings)
+    return settings | (_growing(values, settings, rope) if name == "mistral3" else rope)
 
 
 def _lfm2_settings(values: _Values) -> dict[str, Any]:
@@ -337,8 +350,8 @@ def _rope(file: GGUF, values: _Values, settings: Mapping[str, Any]) -> dict[str,
     """Returns the settings of rotary positions."""
     rope, limit = dict[str, Any](), settings.get("max_position_embeddings")
     dim, size = values.raw("rope.dimension_count"), settings["head_dim"]
-    if dim is not None and dim != size:
-        rope["partial_rotary_factor"] = values.number("rope.dimension_count") / max(1, size)
+    if values.name == "glm4" or (dim is not None and dim != size):
+        rope["partial_rotary_factor"] = values.number("rope.dimension_count", size) / max(1, size)
     factors = [None if (each := file.tensors.get(name)) is None else _numbers(each).tolist() for name in _ROPE]
     divisors, short, long = factors
     short, long = (short, long) if divisors is None else (divisors, divisors)
@@ -376,6 +389,18 @@ def _rope(file: GGUF, values: _Values, settings: Mapping[str, Any]) -> dict[str,
         scaling |= values.settings({name: f"rope.scaling.{key}" for name, key in yarn.items()})
         scaling |= {"truncate": False} if values.name == "gpt-oss" else {}  # as it was trained, unlike llama.cpp
     return {**rope, "rope_scaling": scaling}
+
+
+def _growing(values: _Values, settings: Mapping[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of rotary positions with those by which the queries of a Ministral 3 grow."""
+    scaling = dict(rope.get("rope_scaling") or {"rope_type": "default"})
+    if scaling["rope_type"] == "yarn":
+        multiplier = values.number("rope.scaling.yarn_log_multiplier", 0.0)
+        scaling["attention_factor"] /= 1 + 0.1 * multiplier * math.log(max(scaling["factor"], 1.0))
+    usual = settings.get("max_position_embeddings", 1)
+    length = scaling.get(_LENGTH, values.number("rope.scaling.original_context_length", usual))
+    beta = values.number("attention.temperature_scale", 0.0)
+    return {**rope, "rope_scaling": {**scaling, _LENGTH: int(length), "llama_4_scaling_beta": beta}}
 
 
 def _numbers(stored: Stored) -> Tensor:
