@@ -163,6 +163,7 @@ UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "nllb-moe": "NLLB-MoE sends each token to some of many experts",
     **dict.fromkeys(("deberta", "deberta-v2"), "DeBERTa attends to positions apart from words"),
+    "lfm2_moe": "LFM2-MoE weighs its experts by sigmoids, and chooses them by other numbers",
     "roformer": "RoFormer rotates neighbouring features",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "DeepSeek compresses keys and values"),
     **dict.fromkeys(
