@@ -74,11 +74,11 @@ struct ModelOptions {
   // A query at position p has the factor 1 + query_growth * log(1 + floor(p / query_growth_length)), if it is rotated.
   float query_growth = 0;
   int64_t query_growth_length = 1;
-  float layer_input_scale = 1;           // the factor for the embeddings that layers have of their own
-  int64_t linear_key_heads = 0;          // of queries and keys in layers of linear attention
-  int64_t experts_per_token = 0;         // the number of experts that a router chooses, in layers that have one
-  bool norm_topk_prob = true;            // whether the weights of a token's experts are divided by their sum
-  int64_t max_len;                       // for a model without a table of positions
+  float layer_input_scale = 1;    // the factor for the embeddings that layers have of their own
+  int64_t linear_key_heads = 0;   // of queries and keys in layers of linear attention
+  int64_t experts_per_token = 0;  // the number of experts that a router chooses, in layers that have one
+  bool norm_topk_prob = true;     // whether the weights of a token's experts are divided by their sum
+  int64_t max_len;                // for a model without a table of positions
   Activation activation;
   bool fine_decoder = false;  // int8: the decoder's products, but for those of sources, read rows of 16 bits
 
