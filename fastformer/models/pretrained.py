@@ -37,7 +37,7 @@ from fastformer.settings import suggestion
 from fastformer.special_ids import SpecialIds
 
 CONFIG = "config.json"
-_QUANTIZATION = "quantization"  # in config.json
+_QUANTIZATION, _SOURCE = "quantization", "source"  # in config.json
 _FEW_LAYERS = 100  # layers that are made on "meta" at once
 _TABLES = 1 << 28  # bytes of memory that tables of positions may take in any model
 
@@ -143,6 +143,7 @@ class PretrainedModel(nn.Module):
         precision: "int8" or "int4" for a quantised model, else None; see `quantize`.
         int4_groups: for a model in int4, the integers and scales of its matrices by their names in the state_dict.
         source_settings: for a model that was converted from one of transformers, its config.json with the model_type.
+            `save_pretrained` writes them, because adapters for that model fit its family's layout of the weights.
     """
 
     precision: str | None = None
@@ -268,6 +269,8 @@ def save_model(
         raise ValueError(f"expected a tokenizer with save(folder), got {type(tokenizer).__name__}")
     path.mkdir(parents=True, exist_ok=True)
     config = {"architecture": type(model).__name__, **dataclasses.asdict(model.config)}  # type: ignore[call-overload]
+    if (source := getattr(model, "source_settings", None)) is not None:
+        config[_SOURCE] = dict(source)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     if (precision := getattr(model, "precision", None)) in QUANTIZED:
         config[_QUANTIZATION] = precision
@@ -304,7 +307,9 @@ def load_saved(
     if (saved_as := values.pop("architecture")) != architecture:
         raise ValueError(f"expected a folder of {architecture}, got one of {saved_as!r}: {path}")
     saved = SavedWeights.in_folder(path)
-    quantization = values.pop(_QUANTIZATION, None)
+    quantization, source = values.pop(_QUANTIZATION, None), values.pop(_SOURCE, None)
+    if source is not None and not (isinstance(source, dict) and isinstance(source.get("model_type"), str)):
+        raise ValueError(f"expected a {_SOURCE} with a model_type in {path / CONFIG}, got {source!r:.60}")
     if quantization not in (None, *QUANTIZED):
         raise ValueError(f"expected a {_QUANTIZATION} of int8 or int4 in {path / CONFIG}, got {quantization!r}")
     dtypes: set[Any] = {
@@ -333,6 +338,8 @@ def load_saved(
         state, int4_groups = unpacked_state(model, state, quantization)
         model.precision, model.int4_groups = quantization, int4_groups
     model.load_state_dict(state)
+    if isinstance(model, PretrainedModel):
+        model.source_settings = source
     return model.eval()
 
 

@@ -194,18 +194,28 @@ def _opened(
 
 
 def _forms(model: GPT, factors: Iterable[str]) -> list[tuple[Form, Mapping[str, Any]]]:
-    """Returns the family of a model, with its settings; of a model from elsewhere all families that it may have."""
+    """Returns the family of a model, with its settings; of a model from elsewhere all families that it may have.
+
+    A model that was converted names its family, also in a run folder. So others have none of the families whose
+    settings say how to read their weights, unless no other family fits.
+    """
     if (source := model.source_settings) is not None:
-        return [(DECODER_FORMS[source["model_type"]], source)]
+        if (kind := source["model_type"]) not in DECODER_FORMS:
+            raise ValueError(f"expected a model of a family in {sorted(DECODER_FORMS)}, got {kind!r}")
+        return [(DECODER_FORMS[kind], source)]
+    opened = None
     forms: list[tuple[Form, Mapping[str, Any]]] = []
     for form in DECODER_FORMS.values():
         try:
             found = form.settings(model.config)
         except ValueError:
             continue
-        if form.open is not as_saved:  # the settings have factors that were multiplied into the weights
-            raise ValueError(f"expected a {form.name} that was loaded from a folder of transformers")
-        forms.append((form, found))
+        if form.open is as_saved:
+            forms.append((form, found))
+        else:
+            opened = opened or form.name
+    if opened is not None and not forms:
+        raise ValueError(f"expected a {opened} that was loaded from a folder of transformers")
     names = [{part for parts in dict(_linears(form, model)).values() for part in parts} for form, _ in forms]
     fitting = [form for form, known in zip(forms, names, strict=True) if known.issuperset(factors)]
     if not forms:
