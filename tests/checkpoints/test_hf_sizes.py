@@ -43,7 +43,9 @@ MORE: dict[str, dict[str, Any]] = {
          "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
     ),
     "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
-    **dict.fromkeys(("ministral", "gemma", "gemma2", "gemma3_text", "qwen3"), {**SIZES, "head_dim": 8}),
+    **dict.fromkeys(
+        ("ministral", "gemma", "gemma2", "gemma3_text", "qwen3", "helium", "hunyuan_v1_dense"), {**SIZES, "head_dim": 8}
+    ),
 }  # fmt: skip
 GENERATING = [name for name, family in FAMILIES.items() if family.kind == "decoder"] + ["t5", "mt5", "bart", "marian"]
 WRONG = [0, -1, 10**9, 10**18, 10**30, "many", 1.5, [4], True]

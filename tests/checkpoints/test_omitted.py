@@ -63,7 +63,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
     **{kind: [_LARGE] for kind in (*DECODER_FORMS, *ENCODER_FORMS) if kind not in ("gpt2", "distilbert")},
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3"), [_WINDOWED, _LARGE]),
     "granitemoehybrid": [{**_LARGE, "num_local_experts": 0, "layer_types": ["full_attention"] * 30}],
-    "helium": [{**_LARGE, "num_attention_heads": 40}],  # a multiple of its usual 20 heads of keys
+    "helium": [{**_LARGE, "num_attention_heads": 40, "hidden_size": 5120}],  # a multiple of its usual 20 heads of keys
     "phi3": [{**_LARGE, "original_max_position_embeddings": 32, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}}],
 }  # fmt: skip

@@ -19,7 +19,7 @@ _LINEAR = {"kind": "linear", "factor": 2.0}
 # Values of each option, of which those that it has already change nothing.
 VALUES: dict[str, tuple[Any, ...]] = {
     "norm": ("layer", "rms"), "activation": ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"),
-    "qk_norm": (None, "head", "all"), "norm_placement": ("pre", "post", "both"), "num_kv_heads": (2, 4),
+    "qk_norm": (None, "head", "all", "rotated"), "norm_placement": ("pre", "post", "both"), "num_kv_heads": (2, 4),
     "positions": ("learned", "sinusoidal", "rotary", "relative", "learned-relative"), "d_ff": (40,), "head_dim": (8,),
     "window_size": (None, 7), "window_layers": (None, _SOME, _OTHERS), "rotary_layers": (None, _SOME, _OTHERS),
     "sparse_layers": (None, _SOME), "num_experts": (None, 4), "num_experts_per_tok": (1, 3), "expert_d_ff": (None, 24),
@@ -30,7 +30,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "token_types": (0, 1, 3), "num_buckets": (8,), "max_distance": (64,), "head_pooling": ("cls", "mean"),
     "layer_groups": (None, 2), "linear_layers": (None, _SOME), "linear_key_heads": (2, 4),
     "linear_value_heads": (None, 8), "linear_key_dim": (24,), "linear_value_dim": (40,), "linear_conv_size": (3,),
-    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), (0.0, 0.25)),
+    "conv_layers": (None, _SOME), "conv_size": (5,), "query_growth": (0.0, 0.25), "query_growth_length": (32,),
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "embedding_dropout"), (0.0, 0.25)),
     **dict.fromkeys(("bias", "parallel_residual", "is_causal", "norm_topk_prob", "shared_norm", "output_bias",
                      "norm_first", "first_norm", "embedding_norm", "pooler", "attention_gate"), (False, True)),
     **dict.fromkeys(("qkv_bias", "out_bias", "norm_bias", "attention_bias", "linear1_bias"), (None, False, True)),
@@ -39,6 +40,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 TOGETHER = (
     ("window_size", "window_layers", "rotary_layers"), ("rotary_scaling", "local_rotary_base", "window_size"),
     ("parallel_residual", "shared_norm"), ("linear_layers", "linear_key_heads", "linear_value_heads"),
+    ("dropout", "embedding_dropout"), ("conv_layers", "conv_size"), ("query_growth", "query_growth_length"),
     ("num_experts", "expert_d_ff", "shared_expert_d_ff", "sparse_layers"),
 )  # fmt: skip
 # Names that a family's config of transformers lacks, and that its code or an older version reads.
@@ -69,13 +71,16 @@ def changes(config: Any) -> list[dict[str, Any]]:
 def meaning(config: Any) -> dict[str, Any]:
     """Returns the options of a config, each None in the place of which another option counts as that option."""
     own = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    counts = {"num_kv_heads": "num_heads", "expert_d_ff": "d_ff", "local_rotary_base": "rotary_base"}
+    counts = {"num_kv_heads": "num_heads", "expert_d_ff": "d_ff", "local_rotary_base": "rotary_base",
+              "embedding_dropout": "dropout"}  # fmt: skip
     for name, other in counts.items():
         if name in own and own[name] is None and not (name.startswith("local") and own.get("rotary_scaling")):
             own[name] = own[other]
     for name in ("qkv_bias", "out_bias", "norm_bias", "attention_bias", "linear1_bias"):
         if own.get(name) is None:
             own[name] = own["bias"]
+    if not own.get("query_growth"):
+        own.pop("query_growth_length", None)
     return {name: value for name, value in own.items() if name not in ELSEWHERE}
 
 

@@ -278,7 +278,7 @@ class Variant(NamedTuple):
             **({"head_dim": config.size_of_head} if self.own_heads else {}),
             self.eps: config.layer_norm_eps,
             **dict.fromkeys(self.activation_settings[:1], names[config.activation]),
-            "attention_dropout": config.attention_dropout,
+            **({"attention_dropout": config.attention_dropout} if "attention_dropout" in FIELDS[self.kind] else {}),
             **dict.fromkeys(self.dropouts, config.dropout),
             **write_lengths(config, grows=self.grows),
             **write_rope(config, self.fraction, *((FULL, SLIDING) if self.local_base is not None else ())),

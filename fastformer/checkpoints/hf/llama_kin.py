@@ -394,6 +394,7 @@ VARIANTS = (
         usual={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
         layer_types=everywhere,
         has_layer_types=False,
+        grows=False,
         rope={
             "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, LENGTH: 16384, "beta_fast": 32.0,
             "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, _BETA: 0.1,

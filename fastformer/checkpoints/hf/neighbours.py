@@ -6,6 +6,7 @@ a head apart. Scores are the same, since queries and keys are reordered alike.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.checkpoints.hf.common import number_of
 from fastformer.checkpoints.hf.decoder import MisfitError
 from fastformer.checkpoints.hf.llama import MODULES, Variant
 from fastformer.models import GPTConfig
@@ -28,15 +30,16 @@ def _of_neighbours(variant: Variant) -> Variant:
         pairs = torch.arange(variant.rotated(settings) // 2 * 2).view(-1, 2).t().flatten()
         return torch.cat([pairs, torch.arange(len(pairs), variant.size_of_head(settings))])
 
-    def moved(state: Mapping[str, Tensor], places: Tensor) -> dict[str, Tensor]:
-        return {
-            name: _by_heads(name, tensor, places) if _ROTATED.fullmatch(name) else tensor
-            for name, tensor in state.items()
-        }
+    def moved(state: Mapping[str, Tensor], settings: Mapping[str, Any], *, back: bool) -> dict[str, Tensor]:
+        rotated = {name: tensor for name, tensor in state.items() if _ROTATED.fullmatch(name)}
+        if not rotated:
+            return {**state}
+        places = order(settings).argsort() if back else order(settings)
+        return {**state, **{name: _by_heads(name, tensor, places) for name, tensor in rotated.items()}}
 
     return variant._replace(
-        open=lambda state, settings: moved(state, order(settings)),
-        close=lambda state, settings: moved(state, order(settings).argsort()),
+        open=functools.partial(moved, back=False),
+        close=functools.partial(moved, back=True),
     )
 
 
@@ -57,6 +60,17 @@ def _ernie_settings(config: GPTConfig) -> dict[str, Any]:
     if config.attention_dropout:
         raise MisfitError(
             "attention_dropout", f"expected an ERNIE 4.5, without attention_dropout, got {config.attention_dropout}"
+        )
+    return {}
+
+
+def _helium(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns no options; refuses heads that its projection of their outputs, from d_model features, can't take."""
+    width, heads = number_of(settings, "hidden_size"), number_of(settings, "num_attention_heads")
+    size = width // heads if settings["head_dim"] is None else number_of(settings, "head_dim")
+    if size * heads != width:
+        raise ValueError(
+            f"expected a Helium, with num_attention_heads * head_dim of {width}, as hidden_size, got {heads} * {size}"
         )
     return {}
 
@@ -92,6 +106,7 @@ VARIANTS = (
         usual={"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8},
         biases=("attention_bias", False, "mlp_bias"),
         base=100_000.0,
+        more=_helium,
         more_settings=_helium_settings,
     ),
     Variant("glm", "GLM-4", modules=_GLM_MODULES, **_GLM),
