@@ -377,7 +377,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
             "rotary_layers": [False, True], "norm_bias": True, "output_bias": True, "is_causal": False,
             "num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": False, "expert_d_ff": 40,
             "shared_expert_d_ff": 24, "sparse_layers": [False, True], "router_aux_loss_coef": 0.125,
-            "router_bias": True, "attention_sinks": True,
+            "router_bias": True, "attention_sinks": True, "embedding_dropout": 0.125,
         },
     },
     "a text with states": {
@@ -396,6 +396,13 @@ TRAININGS: dict[str, dict[str, Any]] = {
             "window_layers": [True, False, True, False], "global_head_dim": 16, "global_num_kv_heads": 2,
             "value_norm": True, "keys_as_values": True, "shared_kv_layers": 2, "shared_kv_d_ff": 50,
             "layer_input_dim": 8, "layer_scalars": True,
+        },
+    },
+    "a text with convolutions": {
+        "train_text": "a",
+        "model": {
+            "name": "gpt", "num_layers": 2, "conv_layers": [True, False], "conv_size": 5, "positions": "rotary",
+            "query_growth": 0.25, "query_growth_length": 16,
         },
     },
     "parallel": {"train_text": "a", "model": {"name": "gpt", "parallel_residual": True, "shared_norm": True}},

@@ -182,9 +182,9 @@ def test_a_text_has_no_end_of_its_tag(loaded) -> None:
     ({"type": "array", "items": TEXT}, ["</parameter>"]), ({"type": ["array", "null"]}, ["a</parameter>\n"]),
     ({"type": "object", "additionalProperties": TEXT}, {"</parameter>": "\\</parameter>\""}),
 ])  # fmt: skip
-def test_json_may_hold_the_end_of_its_tag(described, value, folder) -> None:
+def test_json_may_hold_the_end_of_its_tag(described, value, loaded) -> None:
     pytest.importorskip("llguidance", reason="the llguidance library is not installed")
-    model, tokenizer = load_model(folder, ("GPT",))
+    model, tokenizer = loaded
     vocabulary = Vocabulary.of(tokenizer, model.config.vocab_size)
     schema = {"type": "object", "properties": {"a": described, "b": {"type": "null"}}, "required": ["a", "b"]}
     grammar = Constraint("grammar", FORMATS["tags"].grammar({"f": schema}, {}, is_parallel=False))

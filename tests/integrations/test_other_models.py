@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Inputs]] = {
     "mamba": ("MambaForCausalLM", "MambaConfig", {name: TEXT[name] for name in ("hidden_size", "vocab_size")}, tokens),
 }
 # What `report` says of families that fastformer refuses with a reason.
-REASONS = {"lfm2": "conv", "deberta": "DeBERTa"}
+REASONS = {"deberta": "DeBERTa"}
 SLOW = ("blenderbot", "falcon", "mamba")
 
 

@@ -59,6 +59,8 @@ OF_COMPLETIONS: dict[str, Case] = {
 CALL = {"id": "b", "function": {"name": "f", "arguments": '{"a": 1}'}}
 CALLED = [{"role": "assistant", "content": "a", "tool_calls": [CALL]}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
+DESCRIBED = [{"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"a": {"type": "string", "format": "phone"}}}}}]  # fmt: skip
 OF_ENCODERS: dict[str, Case] = {
     "truncate": (False, True, {"": LONG}),
     "truncation_direction": ("right", "left", {"truncate": True}),
@@ -99,6 +101,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Case]]] = {
             "tools.function.name": ("f", "g", {"tools": TOOLS}),
             "tools.function.description": (None, "a", {"tools": TOOLS}),
             "tools.function.parameters": (None, {}, {"tools": TOOLS}),
+            "tools.function.strict": (False, True, {"tools": DESCRIBED}),
             "tool_choice": ("auto", "required", {"tools": TOOLS}),
             "parallel_tool_calls": (
                 True, False,
