@@ -29,6 +29,25 @@ test-cpus: $(INSTALLED)
 	done
 	$(AS_AVX2) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
+# $(1): a folder that becomes a copy of the sources.
+define COPY_SOURCES
+	rm -rf $(1) && mkdir -p $(1)
+	tar cf - --exclude='*.so' --exclude=__pycache__ csrc fastformer kernels benchmarks tests setup.py pyproject.toml \
+		README.md LICENSE | tar xf - -C $(1)
+endef
+
+# The C++ for AVX-512 and AMX on a CPU that has neither, built in a copy of the sources from SIMDe's headers (Debian's
+# libsimde-dev): tests/csrc/emulated.h. Ten minutes on two cores, half of them the compiler's.
+EMULATED := build/emulated
+test-avx512: $(INSTALLED)
+	$(call COPY_SOURCES,$(EMULATED))
+	cd $(EMULATED) && FASTFORMER_CXXFLAGS="-O1 -Wno-psabi -include tests/csrc/emulated.h" \
+		../../$(BIN)/python setup.py -q build_ext --inplace && rm fastformer/*_avx512*
+	cd $(EMULATED) && export ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 && \
+		../../$(BIN)/pytest -n 2 --dist worksteal -m 'slow or not slow' tests/engine/test_packed_gemm.py && \
+		../../$(BIN)/pytest -n 2 --dist worksteal tests/engine tests/encoding tests/ops \
+		tests/generation/test_engines.py tests/generation/test_cpp_engine.py -k 'not triton'
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -90,9 +109,7 @@ sanitize: sanitize-memory sanitize-threads
 SANITIZED := build/sanitize
 SANITIZERS := -fsanitize=address,undefined
 sanitize-memory: $(INSTALLED)
-	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
-	tar cf - --exclude='*.so' --exclude=__pycache__ csrc fastformer kernels benchmarks tests setup.py pyproject.toml \
-		README.md LICENSE | tar xf - -C $(SANITIZED)
+	$(call COPY_SOURCES,$(SANITIZED))
 	cd $(SANITIZED) && FASTFORMER_LDFLAGS="$(SANITIZERS)" \
 		FASTFORMER_CXXFLAGS="-O1 -g $(SANITIZERS) -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
 		../../$(BIN)/python setup.py -q build_ext --inplace
@@ -104,15 +121,14 @@ sanitize-memory: $(INSTALLED)
 		../../$(BIN)/pytest -m slow -k many tests/engine
 
 # The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
-RACES := $(addprefix engine/,adapter decoder encoder forward forward_attention forward_experts lm_head token_cache prefix_table packed_model \
-		packed_gemm tiles int4_gemm search token_rules) \
-	$(addprefix common/,thread_team cpu_features buffer_pool memory_report brgemm gemm)
+RACES := $(wildcard csrc/engine/*.cpp) \
+	$(patsubst %,csrc/common/%.cpp,thread_team cpu_features buffer_pool memory_report brgemm gemm)
 sanitize-threads: $(INSTALLED)
 	mkdir -p build
 	torch=$$($(BIN)/python -c "import os, torch; print(os.path.dirname(torch.__file__))") && \
 		$(CXX) -std=c++20 -O1 -g -fsanitize=thread -fno-math-errno -w -mavx2 -mfma -mf16c \
 		-DCPU_CAPABILITY=AVX2 -DCPU_CAPABILITY_AVX2 -Icsrc -I$$torch/include tests/csrc/threads.cpp \
-		$(RACES:%=csrc/%.cpp) -o build/threads
+		$(RACES) -o build/threads
 	build/threads
 
 format: $(INSTALLED)

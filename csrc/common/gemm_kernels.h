@@ -94,8 +94,8 @@ void rows_times_panel(Left<float> a, const T* b, int64_t k, float* c, int64_t ld
 #if defined(CPU_CAPABILITY_AVX512)
 // Multiplies two adjacent elements of k at once. If k is odd, the second element of the last pair is zero.
 template <int kRows, bool kWhole>
-__attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const Rows<bfloat16, kRows>& rows,
-                                                                          const bfloat16* b, __m512 (&sum)[kRows][2]) {
+FASTFORMER_WITH_BF16 __attribute__((always_inline)) inline void add_pair(const Rows<bfloat16, kRows>& rows,
+                                                                         const bfloat16* b, __m512 (&sum)[kRows][2]) {
   const __m512bh right0 = (__m512bh)load_lanes(b), right1 = (__m512bh)load_lanes(b + kPanel);
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
@@ -109,9 +109,8 @@ __attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const 
 }
 
 template <int kRows>
-__attribute__((target("avx512bf16"))) void rows_times_panel_bf16(Left<bfloat16> a, const bfloat16* b, int64_t k,
-                                                                 float* c, int64_t ldc, int64_t columns,
-                                                                 bool accumulate) {
+FASTFORMER_WITH_BF16 void rows_times_panel_bf16(Left<bfloat16> a, const bfloat16* b, int64_t k, float* c, int64_t ldc,
+                                                int64_t columns, bool accumulate) {
   __m512 sum[kRows][2];
   for (int i = 0; i < kRows; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
   Rows<bfloat16, kRows> rows(a);

@@ -69,9 +69,8 @@ void multiply_columns(const T* a, int64_t lda, const Columns<T>& b, int64_t firs
 
 #if defined(CPU_CAPABILITY_AVX512)
 template <int kRows>
-__attribute__((target("avx512bf16"))) void multiply_columns_bf16(const bfloat16* a, int64_t lda,
-                                                                 const Columns<bfloat16>& b, int64_t first,
-                                                                 int64_t last, float* sums) {
+FASTFORMER_WITH_BF16 void multiply_columns_bf16(const bfloat16* a, int64_t lda, const Columns<bfloat16>& b,
+                                                int64_t first, int64_t last, float* sums) {
   const Rows<bfloat16, kRows> rows(a, lda);
   __m512 sum[kRows];
   for (int i = 0; i < kRows; ++i) sum[i] = _mm512_setzero_ps();

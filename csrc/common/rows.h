@@ -218,8 +218,7 @@ void four_scores(const T* q, const T* const* row, Dim dim, acc_t<T>* scores) {
   if constexpr (kPairs) {
     for (int64_t c = 0; c < dim; c += 32) {
       const __m512i x = _mm512_loadu_si512(q + c);
-      for (int u = 0; u < 4; ++u)
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum[u].v) : "v"(x), "m"(*(const __m512i_u*)(row[u] + c)));
+      for (int u = 0; u < 4; ++u) dot_bf16(sum[u].v, x, row[u] + c);
     }
     return store_sums(sum[0], sum[1], sum[2], sum[3], scores);
   }

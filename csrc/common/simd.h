@@ -21,6 +21,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "common/instructions.h"
+
 namespace fastformer {
 
 using bfloat16 = c10::BFloat16;
@@ -84,14 +86,6 @@ struct Vec<float> {
     return _mm512_cvtepi32_epi16(r);
   }
 
-  // Does the same with one instruction of AVX512_BF16, except that magnitudes below 2^-126 give 0. Inline assembly
-  // needs no compiler flag, so one library serves CPUs with and without the instruction.
-  static __m256i narrow_at_once(__m512 x) {
-    __m256i r;
-    asm("vcvtneps2bf16 %1, %0" : "=v"(r) : "v"(x));
-    return r;
-  }
-
   static Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static Vec load(const float* p, int64_t n) { return n >= size ? load(p) : Vec(_mm512_maskz_loadu_ps(first(n), p)); }
   static Vec load(const bfloat16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -107,7 +101,7 @@ struct Vec<float> {
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store(float* p, int64_t n) const { n >= size ? store(p) : _mm512_mask_storeu_ps(p, first(n), v); }
   void store(bfloat16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
-  void store_at_once(bfloat16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_at_once(v)); }
+  void store_at_once(bfloat16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(v)); }
   void store(bfloat16* p, int64_t n) const { n >= size ? store(p) : _mm256_mask_storeu_epi16(p, first(n), narrow(v)); }
 
   friend Vec operator+(Vec a, Vec b) { return _mm512_add_ps(a.v, b.v); }

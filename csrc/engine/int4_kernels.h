@@ -130,11 +130,7 @@ struct DotInt4 {
   static Lanes of_group(Lanes sum) { return sum; }
   static Lanes zeros(const char* p) { return left_by_4(widen_bytes(p)); }
   static Lanes add_pairs(Lanes sum, Lanes a, Lanes b) {
-#if defined(CPU_CAPABILITY_AVX512)
-    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-#else
-    asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
-#endif
+    dot_words(sum, a, b);
     return sum;
   }
 };
@@ -160,8 +156,7 @@ struct MultiplyInt4 {
   static Lanes add_pairs(Lanes sum, Lanes a, Lanes b) { return add_words(sum, multiply_pairs(a, b)); }
 
   static Lanes add_products(Lanes sum, Lanes w, Lanes x) {
-    const Lanes pairs = multiply_bytes(x, w);
-    asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(pairs));
+    add_words_to(sum, multiply_bytes(x, w));
     return sum;
   }
 };

@@ -113,7 +113,7 @@ inline Lanes widen(const int8_t* p, int64_t n) {
 }
 template <bool kDot>
 void add_products(Lanes a, Lanes b, Lanes& sum) {
-  if constexpr (kDot) asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  if constexpr (kDot) dot_words(sum, a, b);
   else sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 }
 inline bool has_dot() { return cpu_features().avx512_vnni; }
@@ -128,7 +128,7 @@ inline Lanes widen(const int8_t* p, int64_t n) {
 }
 template <bool kDot>
 void add_products(Lanes a, Lanes b, Lanes& sum) {
-  if constexpr (kDot) asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+  if constexpr (kDot) dot_words(sum, a, b);
   else sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
 }
 inline bool has_dot() { return cpu_features().avx_vnni; }

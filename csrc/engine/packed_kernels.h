@@ -158,7 +158,7 @@ struct DotBf16 : DotSums {
   static Right right(const char* p) { return load_lanes(p); }
   static Left left(const char* p) { return broadcast(four_bytes(p)); }
   static Sum add(Sum sum, Right w, Left x) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(w), "v"(x));
+    dot_bf16(sum.v, w, x);
     return sum;
   }
 };
@@ -177,11 +177,7 @@ struct DotInt8 : IntegerSums<0> {
   static Right right(const char* p) { return load_lanes(p); }
   static Left left(const char* p) { return broadcast(four_bytes(p)); }
   static Sum add(Sum sum, Right w, Left x) {
-#if defined(CPU_CAPABILITY_AVX512)
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
-#else
-    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(w));
-#endif
+    dot_bytes(sum, x, w);
     return sum;
   }
 };
@@ -222,15 +218,14 @@ struct MultiplyInt8 : IntegerSums<128> {
   static Right right(const char* p) { return load_lanes(p); }
 
  private:
-  // Adds adjacent 16-bit products. Without inline assembly, GCC 12 keeps the sum in a second register and spills
-  // others.
+  // Adds adjacent 16-bit products.
   static Sum add_products(Sum sum, Lanes pairs) {
 #if defined(CPU_CAPABILITY_AVX512)
     const Lanes products = _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #else
     const Lanes products = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #endif
-    asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));
+    add_dwords_to(sum, products);
     return sum;
   }
 };
@@ -248,7 +243,7 @@ struct WordInt8 : IntegerSums<0> {
 #else
     const Lanes products = _mm256_madd_epi16(w, x);
 #endif
-    asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));  // see MultiplyInt8
+    add_dwords_to(sum, products);
     return sum;
   }
 };

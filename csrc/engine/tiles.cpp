@@ -1,11 +1,9 @@
 #include "engine/tiles.h"
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstdlib>
 
 #include "common/cpu_features.h"
+#include "common/instructions.h"
 
 namespace fastformer {
 namespace {
@@ -14,12 +12,8 @@ constexpr int64_t kRowBytes = 4 * kPanelColumns;  // of a step, and of a row of 
 
 thread_local int64_t num_products = 0;
 
-// Asks Linux for the registers of AMX, for all threads of the process.
 bool has_tiles() {
-  static const bool has = [] {
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
+  static const bool has = request_tiles();
   return has;
 }
 
@@ -34,32 +28,6 @@ bool is_emulated() {
     return setting != nullptr && setting[0] == '1';
   }();
   return is_asked;
-}
-
-// The operand of ldtilecfg.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Inline assembly needs no compiler flag. The compiler itself never uses tiles.
-template <int kTile>
-void zero_tile() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
-}
-template <int kTile>
-void load_tile(const char* from, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
-}
-template <int kTile>
-void store_tile(char* to, int64_t stride = kRowBytes) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
-}
-template <bool kBf16, int kSum, int kLeft, int kRight>
-void add_tile() {
-  if constexpr (kBf16) asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
-  else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
 }
 
 // Prefetches a quarter of the steps of a tile, some way ahead of a place in a panel.
@@ -117,10 +85,10 @@ void multiply_tiles(const char* left, int64_t stride, const char* right, int64_t
     std::memset(last + steps * kRowBytes, 0, static_cast<size_t>((kTileSteps - steps) * kRowBytes));
     add(left, stride, last, right);
   }
-  store_tile<0>(sums);
-  store_tile<1>(sums + 64);
-  store_tile<2>(sums + (kWide ? kTileRows * kRowBytes : 128));
-  store_tile<3>(sums + (kWide ? kTileRows * kRowBytes : 128) + 64);
+  store_tile<0>(sums, kRowBytes);
+  store_tile<1>(sums + 64, kRowBytes);
+  store_tile<2>(sums + (kWide ? kTileRows * kRowBytes : 128), kRowBytes);
+  store_tile<3>(sums + (kWide ? kTileRows * kRowBytes : 128) + 64, kRowBytes);
 }
 
 // A tile is stored after the products of the next two: its own takes 52 cycles, and a store that waits for it keeps
@@ -216,11 +184,11 @@ Tiles::Tiles(Precision precision, int64_t tile_steps)
     config.row_bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? 4 * tile_steps : 64);
     config.rows[tile] = static_cast<uint8_t>(tile < 6 ? kTileRows : tile_steps);
   }
-  asm volatile("ldtilecfg %0" ::"m"(config));
+  configure_tiles(config);
 }
 
 Tiles::~Tiles() {
-  if (!is_emulated()) asm volatile("tilerelease");
+  if (!is_emulated()) release_tiles();
 }
 
 void Tiles::multiply(int64_t rows, const char* left, int64_t left_stride, const char* right, int64_t steps, void* sums,
