@@ -25,17 +25,18 @@ _ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias)")
 def _of_neighbours(variant: Variant) -> Variant:
     """Returns a family that stores queries and keys in the order of rotations of neighbours."""
 
-    def order(settings: Mapping[str, Any]) -> Tensor:
-        """Returns for each row of a head its place in the family's head."""
-        pairs = torch.arange(variant.rotated(settings) // 2 * 2).view(-1, 2).t().flatten()
-        return torch.cat([pairs, torch.arange(len(pairs), variant.size_of_head(settings))])
-
     def moved(state: Mapping[str, Tensor], settings: Mapping[str, Any], *, back: bool) -> dict[str, Tensor]:
         rotated = {name: tensor for name, tensor in state.items() if _ROTATED.fullmatch(name)}
+        size = variant.size_of_head(settings) if rotated else 1
+        for name, tensor in rotated.items():  # before memory is taken for a head
+            if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % size:
+                raise ValueError(f"expected heads of {size} rows in {name}, got shape {(*tensor.shape,)}")
         if not rotated:
             return {**state}
-        places = order(settings).argsort() if back else order(settings)
-        return {**state, **{name: _by_heads(name, tensor, places) for name, tensor in rotated.items()}}
+        pairs = torch.arange(variant.rotated(settings) // 2 * 2).view(-1, 2).t().flatten()
+        places = torch.cat([pairs, torch.arange(len(pairs), size)])  # of each row of a head, in the family's head
+        places = places.argsort() if back else places
+        return {**state, **{name: _by_heads(tensor, places) for name, tensor in rotated.items()}}
 
     return variant._replace(
         open=functools.partial(moved, back=False),
@@ -43,12 +44,10 @@ def _of_neighbours(variant: Variant) -> Variant:
     )
 
 
-def _by_heads(name: str, tensor: Tensor, places: Tensor) -> Tensor:
+def _by_heads(tensor: Tensor, places: Tensor) -> Tensor:
     """Returns the rows of a tensor in another order, the same in each head."""
-    heads, rest = divmod(len(tensor) if tensor.dim() else 0, len(places))
-    if rest or not heads:
-        raise ValueError(f"expected heads of {len(places)} rows in {name}, got shape {(*tensor.shape,)}")
-    return tensor[(torch.arange(heads)[:, None] * len(places) + places).flatten()]
+    heads = torch.arange(len(tensor) // len(places))
+    return tensor[(heads[:, None] * len(places) + places).flatten()]
 
 
 def _ernie(settings: Mapping[str, Any]) -> dict[str, Any]:
