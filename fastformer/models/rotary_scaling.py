@@ -197,8 +197,17 @@ class RotaryScaling(dict[str, Any]):
     clear = pop = popitem = setdefault = update = _unchangeable
 
 
+_MOST_FEATURES = 2**20
+
+
 def plain_speeds(rotary_dim: int, base: float) -> Tensor:
-    """Returns base^(-2i / rotary_dim), (rotary_dim // 2,) fp64: Su et al. 2021, "RoFormer", section 3.2.2."""
+    """Returns base^(-2i / rotary_dim), (rotary_dim // 2,) fp64: Su et al. 2021, "RoFormer", section 3.2.2.
+
+    Raises:
+        ValueError: more features than any head has, which would take gigabytes.
+    """
+    if rotary_dim > _MOST_FEATURES:
+        raise ValueError(f"expected a head with at most {_MOST_FEATURES} rotated features, got {rotary_dim}")
     return torch.exp(-math.log(base) * torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
 
 

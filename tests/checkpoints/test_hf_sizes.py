@@ -83,6 +83,14 @@ def test_sizes_are_refused_by_a_value_error(kind, share) -> None:
                     raise AssertionError(f"{kind}, {name}={wrong!r}: {type(error).__name__}") from error
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "ministral3", "ernie4_5"])
+def test_a_head_of_gigabytes_is_refused_before_it_takes_them(kind) -> None:
+    """The first two have a table of a head's rotations, and the last one of its rows."""
+    settings, state = tiny(kind)
+    with pytest.raises(ValueError, match=r"(head with at most|heads of) \d+ ro"):
+        convert(kind, {**settings, "head_dim": 10**9}, state)
+
+
 @pytest.mark.parametrize("kind", GENERATING)
 def test_an_untied_model_without_its_head_is_refused(kind) -> None:
     settings, state = tiny(kind)
