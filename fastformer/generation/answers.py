@@ -199,7 +199,7 @@ class AnswerParser:
     def _new_call(self, form: ToolFormat) -> JsonCall | TaggedCall | BareCall:
         if form.syntax == "json":
             return JsonCall()
-        return BareCall() if form.syntax == "bare" else TaggedCall(self._style.schemas)
+        return BareCall() if form.syntax == "bare" else TaggedCall(self._style.schemas, form.around)
 
     def _skip(self, count: int) -> bool:
         self._skipped.append(self._text[:count])

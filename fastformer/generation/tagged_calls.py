@@ -1,4 +1,4 @@
-"""Calls of tools whose arguments are tags, as Qwen3-Coder, Qwen 3.5 and Nemotron 3 write them.
+"""Calls of tools whose arguments are tags, as Qwen3-Coder, Qwen 3.5, Nemotron 3 and Seed-OSS write them.
 
     <function=weather>
     <parameter=city>
@@ -7,7 +7,7 @@
     </function>
 
 A text stands there as it is, over any number of lines, and every other value as JSON. So the schema of an argument
-decides what "7" is.
+decides what "7" is. Around a value is a line end, but in Seed-OSS's calls, where the tags stand beside it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,13 @@ _TEXT = re.compile(r'"([^"\\]|\\.)*"', re.DOTALL)  # of JSON
 _TWO_ENDS = r"(?s:.*)<\/parameter>(?s:.*)<\/parameter>\n"
 
 
-def argument_rules(schema: Mapping[str, Any], place: int) -> list[str]:
+def argument_rules(schema: Mapping[str, Any], place: int, around: str) -> list[str]:
     """Returns the rules, in Lark's syntax, of a call's arguments, from `args_{place}` on.
+
+    Args:
+        schema: the schema of the arguments.
+        place: the number of the tool.
+        around: what stands on both sides of a value.
 
     Raises:
         ValueError: the schema has what the rules can't express.
@@ -48,8 +53,8 @@ def argument_rules(schema: Mapping[str, Any], place: int) -> list[str]:
         if ">" in key or key != key.strip():
             raise ValueError(f"expected names of arguments without > and spaces around them, got {key!r:.80}")
         parts.append(rule if key in schema.get("required", []) else f"{rule}?")
-        begin = quoted(f"{PARAMETER}{key}>\n")
-        values = [*_values(described, schema, rule)]
+        begin = quoted(f"{PARAMETER}{key}>{around}")
+        values = [*_values(described, schema, rule, around)]
         rules += [
             f"{rule}: {begin} ({' | '.join(value for value, _ in values)})",
             *(more for _, more in values if more),
@@ -57,9 +62,9 @@ def argument_rules(schema: Mapping[str, Any], place: int) -> list[str]:
     return [f"args_{place}: {' '.join(parts) or quoted('')}", *rules]
 
 
-def _values(schema: Any, root: Mapping[str, Any], rule: str) -> Iterator[tuple[str, str]]:
+def _values(schema: Any, root: Mapping[str, Any], rule: str, around: str) -> Iterator[tuple[str, str]]:
     """Yields the forms of a value with the end of its tag, each with a rule of its own, which may be empty."""
-    end = f"\n{_END_PARAMETER}\n"
+    end = f"{around}{_END_PARAMETER}\n"
     for number, one in enumerate(alternatives(schema, root)):
         if (values := given_values(one)) is not None:
             for value in values:
@@ -70,7 +75,8 @@ def _values(schema: Any, root: Mapping[str, Any], rule: str) -> Iterator[tuple[s
         elif one.get("type") == "string":
             name = f"{rule}_{number}"
             # The end of the tag belongs to the expression: a text ends at the first one, also within a line.
-            text = f"(/{slashed(expression(one))}\\n<\\/parameter>\\n/ & ~/{_TWO_ENDS}/)"
+            whole = expression(one) + end.replace("\n", r"\n")
+            text = f"(/{slashed(whole)}/ & ~/{_TWO_ENDS}/)"
             yield name, f"{name}[lazy]: {text}"
         else:
             yield f"{json_rule(one, root)} {quoted(end)}", ""
@@ -81,12 +87,13 @@ class TaggedCall:
 
     Args:
         schemas: the schemas of the arguments, by the name of the tool.
+        around: what stands on both sides of a value.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], around: str) -> None:
         self.name: str | None = None
         self.is_done, self.is_broken, self.is_told = False, False, False
-        self._schemas, self._reads = schemas, self._open
+        self._schemas, self._around, self._reads = schemas, around, self._open
         self._text, self._key = "", ""
         self._arguments: list[str] = []
         self._count = 0  # of the arguments
@@ -129,15 +136,16 @@ class TaggedCall:
             self.is_broken = True
 
     def _value(self) -> None:
-        if not self._text.endswith(_END_PARAMETER):
+        line = self._text.removesuffix("\n")
+        if not line.endswith(_END_PARAMETER):
             return
-        written = self._text.removesuffix(_END_PARAMETER)
+        written = line.removesuffix(_END_PARAMETER)
         allowed, root = self._allowed()
         may_be_text = any("string" in kinds(one) for one in allowed)
         others = [one for one in allowed if any(kind != "string" for kind in kinds(one))]
-        if others and _is_open(written):
+        if others and line == self._text and _is_open(written):  # no text of JSON has a line end
             return
-        value = written.removeprefix("\n").removesuffix("\n")
+        value = written.removeprefix(self._around).removesuffix(self._around)
         read = as_json(value) if others else None
         # A text needs no quotes, so that these may be its own.
         is_text = may_be_text and read is not None and not any(_fits(read, one, root) for one in others)

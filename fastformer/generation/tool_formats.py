@@ -27,6 +27,7 @@ class ToolFormat(NamedTuple):
         behind_name: the mark between the name of a tool and its arguments, if a call is no object; "": it is one.
         id_length: the number of characters in the id of a call, if the template requires one; 0: any number.
         syntax: "json", or that of calls whose arguments are tags (`tagged_calls`) or have bare keys (`bare_calls`).
+        around: what stands on both sides of a value in a tag.
         has_channels: whether calls are messages to a channel; see `answers.ChannelParser`.
     """
 
@@ -38,6 +39,7 @@ class ToolFormat(NamedTuple):
     behind_name: str = ""
     id_length: int = 0
     syntax: Literal["json", "tags", "bare"] = "json"
+    around: str = "\n"
     has_channels: bool = False
 
     @property
@@ -79,7 +81,7 @@ class ToolFormat(NamedTuple):
             behind_name = f"({behind_name} | {_marked('<|message|>', special)} | {told})"
         for place, (name, schema) in enumerate(schemas.items()):
             if self.syntax == "tags":
-                rules += tagged_calls.argument_rules(schema, place)
+                rules += tagged_calls.argument_rules(schema, place, self.around)
             elif self.syntax == "bare":
                 rules += bare_calls.argument_rules(schema, place, functools.partial(_marked, special=special))
             else:
@@ -137,6 +139,10 @@ FORMATS = {
         behind_name=" <|constrain|>json<|message|>", has_channels=True,
     ),
     "tags": ToolFormat(("<tool_call>", "<function=", "<parameter="), "<tool_call>", "</tool_call>", syntax="tags"),
+    "seed": ToolFormat(
+        ("<seed:tool_call>", "<function=", "<parameter="), "<seed:tool_call>", "</seed:tool_call>", syntax="tags",
+        around="",
+    ),
     "gemma 4": ToolFormat(("<|tool_call>call:",), "<|tool_call>", "<tool_call|>", syntax="bare"),
     "mistral 11": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", behind_name="[ARGS]", id_length=9),
     "mistral": ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS]", is_list=True, id_length=9),
@@ -172,6 +178,7 @@ class Reasoning(NamedTuple):
 _FINAL = "<|channel|>final<|message|>"
 REASONING = (
     Reasoning("<think>", "</think>"),
+    Reasoning("<seed:think>", "</seed:think>"),
     Reasoning("[THINK]", "[/THINK]"),
     Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
     Reasoning("<|channel>thought\n", "<channel|>"),  # Gemma 4

@@ -82,7 +82,11 @@ def test_what_breaks_a_call_is_told_from_there_on(place, letter, family) -> None
 @pytest.mark.parametrize("kind", SAID)
 def test_a_call_that_has_not_ended_is_the_text_from_its_mark_on(kind) -> None:
     said = SAID[kind]
-    first, last = {"tags": ("<parameter=zone", "T\n<"), "gemma 4": ("{zone", '<|"|>}')}.get(kind, ('{"zone"', 'T"}'))
+    first, last = {
+        "tags": ("<parameter=zone", "T\n<"),
+        "seed": ("<parameter=zone", "T</"),
+        "gemma 4": ("{zone", '<|"|>}'),
+    }.get(kind, ('{"zone"', 'T"}'))
     for end in range(said.index(first) + 1, said.index(last)):
         parser = parser_of(AnswerStyle(FORMATS[kind], SCHEMAS))
         parts = [*parser.add(said[:end]), *parser.add("", is_end=True)]
@@ -153,5 +157,6 @@ def test_an_answer_in_pieces_is_the_answer_as_a_whole(text, family) -> None:
 
 def test_reasoning_marks_come_from_the_template() -> None:
     assert reasoning_of("{% if x %}</think>{% endif %}") == ("<think>", "</think>", "")
+    assert reasoning_of("{% set end = '</seed:think>' %}") == ("<seed:think>", "</seed:think>", "")
     assert reasoning_of("[THINK]{{ m }}[/THINK]") == ("[THINK]", "[/THINK]", "") and reasoning_of("think") is None
     assert reasoning_of("{{ '<|channel>thought\n<channel|>' }}") == ("<|channel>thought\n", "<channel|>", "")

@@ -37,14 +37,19 @@ SCHEMA = {
 }
 
 
-def parts_of(text: str, schema: Any, pieces: int) -> list[Part]:
-    parser = parser_of(AnswerStyle(FORMATS["tags"], {"f": schema}))
+# What stands on both sides of a value.
+AROUND = {"tags": "\n", "seed": ""}
+both = pytest.mark.parametrize("form", AROUND)
+
+
+def parts_of(text: str, schema: Any, pieces: int, form: str) -> list[Part]:
+    parser = parser_of(AnswerStyle(FORMATS[form], {"f": schema}))
     cuts = [text[place : place + pieces] for place in range(0, len(text), pieces)]
     return [*(part for piece in cuts for part in parser.add(piece)), *parser.add("", is_end=True)]
 
 
-def arguments_of(text: str, schema: Any = SCHEMA, pieces: int = 1000) -> Any:
-    parts = parts_of(text, schema, pieces)
+def arguments_of(text: str, schema: Any = SCHEMA, pieces: int = 1000, form: str = "tags") -> Any:
+    parts = parts_of(text, schema, pieces, form)
     assert [part.text for part in parts if part.kind == "name"] == ["f"]
     return json.loads("".join(part.text for part in parts if part.kind == "arguments"))
 
@@ -68,10 +73,12 @@ def arguments_of(text: str, schema: Any = SCHEMA, pieces: int = 1000) -> Any:
     ("odd", "[7]", [7]), ("odd", "7", 7),
     ("unknown", "a", "a"), ("text", "漢 \\ \" \t", "漢 \\ \" \t"),
 ])  # fmt: skip
-def test_the_schema_decides_what_a_value_is(key, said, value) -> None:
-    text = f"<tool_call>\n<function=f>\n<parameter={key}>\n{said}\n</parameter>\n</function>\n</tool_call>"
+@both
+def test_the_schema_decides_what_a_value_is(key, said, value, form) -> None:
+    tag = f"<parameter={key}>{AROUND[form]}{said}{AROUND[form]}</parameter>"
+    text = f"{FORMATS[form].begin}\n<function=f>\n{tag}\n</function>\n{FORMATS[form].end}"
     for pieces in (1, 3, 1000):
-        found = arguments_of(text, pieces=pieces)[key]
+        found = arguments_of(text, pieces=pieces, form=form)[key]
         assert found == value and type(found) is type(value)
 
 
@@ -83,6 +90,13 @@ def test_a_call_without_arguments_has_an_empty_object(text) -> None:
     assert arguments_of(text) == {}
 
 
+def test_line_ends_of_a_text_belong_to_it() -> None:
+    inner = "<parameter=text>\n a\n\n</parameter>\n<parameter=count>7</parameter>"
+    for form, text in (("tags", " a\n"), ("seed", "\n a\n\n")):
+        said = f"{FORMATS[form].begin}\n<function=f>\n{inner}\n</function>\n{FORMATS[form].end}"
+        assert arguments_of(said, pieces=1, form=form) == {"text": text, "count": 7}
+
+
 def test_several_arguments_are_one_object() -> None:
     inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in (("text", "a"), ("count", 3)))
     assert arguments_of(f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>") == {"text": "a", "count": 3}
@@ -92,7 +106,7 @@ def test_several_arguments_are_one_object() -> None:
                '<tool_call>\n{"name": "f", "arguments": {}}'])  # fmt: skip
 def test_what_is_no_call_of_a_tool_stays_text(text) -> None:
     for pieces in (1, 1000):
-        parts = parts_of(text, SCHEMA, pieces)
+        parts = parts_of(text, SCHEMA, pieces, "tags")
         assert {part.kind for part in parts} == {"content"} and "".join(part.text for part in parts) == text
 
 
@@ -167,14 +181,17 @@ def test_a_schema_that_tags_cannot_follow_is_refused(schema) -> None:
         FORMATS["tags"].grammar({"f": schema}, {}, is_parallel=False)
 
 
-def test_a_text_has_no_end_of_its_tag(loaded) -> None:
+@both
+def test_a_text_has_no_end_of_its_tag(form, loaded) -> None:
     pytest.importorskip("llguidance", reason="the llguidance library is not installed")
     model, tokenizer = loaded
     vocabulary = Vocabulary.of(tokenizer, model.config.vocab_size)
     schema = {"type": "object", "properties": {"text": TEXT}, "required": ["text"]}
-    grammar = Constraint("grammar", FORMATS["tags"].grammar({"f": schema}, {}, is_parallel=False))
+    grammar = Constraint("grammar", FORMATS[form].grammar({"f": schema}, {}, is_parallel=False))
+    around = AROUND[form]
     for text, is_allowed in (("a\n\n</param> b", True), ("", True), ("a</parameter>b", False)):
-        said = f"\n<function=f>\n<parameter=text>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        tag = f"<parameter=text>{around}{text}{around}</parameter>"
+        said = f"\n<function=f>\n{tag}\n</function>\n{FORMATS[form].end}"
         assert vocabulary.matcher(grammar, ()).allows(vocabulary.split(said.encode())) == is_allowed, text
 
 
@@ -182,14 +199,16 @@ def test_a_text_has_no_end_of_its_tag(loaded) -> None:
     ({"type": "array", "items": TEXT}, ["</parameter>"]), ({"type": ["array", "null"]}, ["a</parameter>\n"]),
     ({"type": "object", "additionalProperties": TEXT}, {"</parameter>": "\\</parameter>\""}),
 ])  # fmt: skip
-def test_json_may_hold_the_end_of_its_tag(described, value, loaded) -> None:
+@both
+def test_json_may_hold_the_end_of_its_tag(described, value, form, loaded) -> None:
     pytest.importorskip("llguidance", reason="the llguidance library is not installed")
     model, tokenizer = loaded
     vocabulary = Vocabulary.of(tokenizer, model.config.vocab_size)
     schema = {"type": "object", "properties": {"a": described, "b": {"type": "null"}}, "required": ["a", "b"]}
-    grammar = Constraint("grammar", FORMATS["tags"].grammar({"f": schema}, {}, is_parallel=False))
-    inner = f"<parameter=a>\n{json.dumps(value)}\n</parameter>\n<parameter=b>\nnull\n</parameter>\n"
-    said = f"\n<function=f>\n{inner}</function>\n</tool_call>"
+    grammar = Constraint("grammar", FORMATS[form].grammar({"f": schema}, {}, is_parallel=False))
+    tags = (f"<parameter={key}>{AROUND[form]}{json.dumps(one)}{AROUND[form]}</parameter>\n"
+            for key, one in (("a", value), ("b", None)))  # fmt: skip
+    said = f"\n<function=f>\n{''.join(tags)}</function>\n{FORMATS[form].end}"
     assert vocabulary.matcher(grammar, ()).allows(vocabulary.split(said.encode()))
     for pieces in (1, 7, 1000):
-        assert arguments_of(f"<tool_call>{said}", schema, pieces) == {"a": value, "b": None}
+        assert arguments_of(f"{FORMATS[form].begin}{said}", schema, pieces, form) == {"a": value, "b": None}

@@ -26,6 +26,8 @@ SAID = {
     "<|channel|>commentary json<|message|>{}<|call|>",
     "tags": 'Let me see.\n<tool_call>\n<function=clock>\n<parameter=zone>\nU}"T\n</parameter>\n</function>\n'
     "</tool_call>\n<tool_call>\n<function=weather>\n</function>\n</tool_call>",
+    "seed": 'Let me see.\n<seed:tool_call>\n<function=clock>\n<parameter=zone>U}"T</parameter>\n</function>\n'
+    "</seed:tool_call>\n<seed:tool_call>\n<function=weather>\n</function>\n</seed:tool_call>",
     "gemma 4": 'Let me see.\n<|tool_call>call:clock{zone:<|"|>U}"T<|"|>}<tool_call|><|tool_call>call:weather{}'
     "<tool_call|>",
     "hermes": 'Let me see.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "U}\\"T"}}\n</tool_call>\n'

@@ -62,6 +62,11 @@ FAMILIES: dict[str, tuple[str, list[str], list[str]]] = {
                  "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"),
         [], ["<tool_call>", "</tool_call>"],
     ),
+    "seed": (
+        template("<seed:tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
+                 "<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>"),
+        [], ["<seed:tool_call>", "</seed:tool_call>"],
+    ),
     "hermes": (
         template("<tool_call>\n" + OBJECT % "arguments" + "\n</tool_call>"), [], ["<tool_call>", "</tool_call>"]
     ),
