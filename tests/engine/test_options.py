@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norms of heads": {"qk_norm": "head"},
     "norms over heads": {"qk_norm": "all"},
     "norms behind rotations": {"qk_norm": "rotated"},
-    "growing queries": {"query_growth": 0.6, "query_growth_length": 7},
+    "growing queries": {"query_growth": 0.05, "query_growth_length": 7},
     "a window": {"window_size": 0},
     "windows of layers": WINDOWS,
     "long windows": {"window_size": 250, "window_layers": (False, True, True)},
