@@ -88,6 +88,10 @@ ModelOptions options_of(PyObject* d) {
   reader.optional("logit_softcap", o.logit_softcap);
   reader.optional("experts_per_token", o.experts_per_token);
   reader.optional("norm_topk_prob", o.norm_topk_prob);
+  reader.optional("norm_topk_eps", o.norm_topk_eps);
+  reader.optional("expert_scale", o.expert_scale);
+  reader.optional("sigmoid_router", o.sigmoid_router);
+  reader.optional("shared_gate", o.shared_gate);
   reader.optional("fine_decoder", o.fine_decoder);
   reader.optional("padding_idx", o.padding_idx);
   reader.optional("encoder_windows", o.encoder_windows);

@@ -12,6 +12,8 @@ namespace {
 
 constexpr int64_t kFewRows = 8;  // so few that one task prepares them
 
+float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
 // Writes the softmax of n scores over them.
 void softmax(float* scores, int64_t n) {
   const float largest = *std::max_element(scores, scores + n);
@@ -40,25 +42,29 @@ int64_t Forward::reserve_experts(const Pass& pass, const Mixture& mixture) {
   return inner;
 }
 
-// Chooses the experts of a token by the router's scores. Equal scores prefer the first expert.
+// Chooses the experts of a token by the router's scores. Of equal ones, the first expert is preferred.
 void Forward::choose_experts(const Mixture& mixture, int64_t row) {
   const ModelOptions& o = model_.options;
   const int64_t count = std::ssize(mixture.experts), each = o.experts_per_token;
   float* scores = scores_.data() + row * padded(mixture.router.n);
   Choice* choices = choices_.data() + row * each;
-  softmax(scores, count);
+  if (o.sigmoid_router)
+    for (int64_t i = 0; i < count; ++i) scores[i] = sigmoid(scores[i]);
+  else softmax(scores, count);
+  const float* bias = mixture.choice_bias.data();
   float sum = 0;
   for (int64_t i = 0; i < each; ++i) {
     int64_t best = -1;
     for (int64_t expert = 0; expert < count; ++expert) {
       const bool is_taken = std::any_of(choices, choices + i, [=](const Choice& c) { return c.expert == expert; });
-      if (!is_taken && (best < 0 || scores[expert] > scores[best])) best = expert;  // any expert if all are NaN
+      if (is_taken) continue;
+      if (best < 0 || scores[expert] + bias[expert] > scores[best] + bias[best]) best = expert;  // any if all are NaN
     }
     choices[i] = {best, 0, scores[best]};
     sum += scores[best];
   }
-  if (o.norm_topk_prob)
-    for (int64_t i = 0; i < each; ++i) choices[i].weight /= sum;
+  const float factor = o.norm_topk_prob ? o.expert_scale / (sum + o.norm_topk_eps) : o.expert_scale;
+  for (int64_t i = 0; i < each; ++i) choices[i].weight *= factor;
 }
 
 // Gives each pair its place, and lists the products.
@@ -163,8 +169,9 @@ void Forward::combine_experts(const Mixture& mixture, int64_t row) {
   const ModelOptions& o = model_.options;
   const int64_t wide = padded(o.d_model), each = o.experts_per_token;
   float* y = y_.data() + row * wide;
-  const float gate = mixture.shared.empty() ? 0 : scores_.data()[row * padded(mixture.router.n) + mixture.router.n - 1];
-  const float weight = 1 / (1 + std::exp(-gate));
+  const float* scores = scores_.data() + row * padded(mixture.router.n);
+  const bool has_gate = o.shared_gate && !mixture.shared.empty();
+  const float weight = has_gate ? sigmoid(scores[mixture.router.n - 1]) : 1;
   const Choice* choices = choices_.data() + row * each;
   for_each_vec<float>(o.d_model, [&](int64_t c, int64_t n) {
     using V = Vec<float>;

@@ -158,10 +158,11 @@ Mixture pack_mixture(const ModelOptions& o, const Names& names) {
   Mixture mixture;
   const int64_t rows = names.rows("router.weight", o.d_model);
   if (names.find("shared.linear1.weight")) mixture.shared = pack_experts(o, names.within("shared"), 1);
-  const int64_t count = rows - std::ssize(mixture.shared);
+  const int64_t count = rows - (o.shared_gate ? std::ssize(mixture.shared) : 0);
   if (o.experts_per_token < 1 || o.experts_per_token > count)
     throw std::invalid_argument("expected experts_per_token from 1 to the number of experts");
   mixture.router = names.weight("router.weight", "router.bias", 0, rows, rows, o.d_model, Precision::fp32);
+  mixture.choice_bias = names.vector("choice_bias", count, 0);
   mixture.experts = pack_experts(o, names, count);
   return mixture;
 }

@@ -78,6 +78,10 @@ struct ModelOptions {
   int64_t linear_key_heads = 0;   // of queries and keys in layers of linear attention
   int64_t experts_per_token = 0;  // the number of experts that a router chooses, in layers that have one
   bool norm_topk_prob = true;     // whether the weights of a token's experts are divided by their sum
+  float norm_topk_eps = 0;        // is added to that sum
+  float expert_scale = 1;         // the factor of the weights of a token's experts, at the end
+  bool sigmoid_router = false;    // the weights are the sigmoids of scores, and not a softmax over them
+  bool shared_gate = true;        // the shared expert's output is multiplied by the sigmoid of a score
   int64_t max_len;                // for a model without a table of positions
   Activation activation;
   bool fine_decoder = false;  // int8: the decoder's products, but for those of sources, read rows of 16 bits
@@ -117,7 +121,8 @@ struct LayerInput {
 
 // Several feed-forward networks, of which a router chooses some for each token.
 struct Mixture {
-  PackedWeight router;               // a column for each expert, and one for the shared expert; always fp32
+  PackedWeight router;               // a column for each expert, and one for the shared expert's gate; always fp32
+  std::vector<float> choice_bias;    // what is added to an expert's weight when the experts of a token are chosen
   std::vector<FeedForward> experts;  // none: the layer has no mixture
   std::vector<FeedForward> shared;   // one or none: it computes all tokens
 

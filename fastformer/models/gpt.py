@@ -41,8 +41,10 @@ _LLAMA: dict[str, Any] = {
 
 
 def _experts_of(config: GPTConfig) -> dict[str, Any]:
-    names = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_bias")
-    return {"shared_hidden_dim": config.shared_expert_d_ff, **{name: getattr(config, name) for name in names}}
+    names = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "norm_topk_eps", "router_bias", "choice_bias",
+             "router_activation", "expert_scale")  # fmt: skip
+    shared = {"shared_hidden_dim": config.shared_expert_d_ff, "shared_gate": config.shared_expert_gate}
+    return {**shared, **{name: getattr(config, name) for name in names}}
 
 
 def _linear_attention_of(config: GPTConfig, factory: dict[str, Any]) -> dict[str, Any]:

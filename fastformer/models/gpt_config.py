@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from fastformer.models.common import Activation, Norm, StackConfig, as_flags, check_heads, inner_size
 from fastformer.models.rotary_scaling import as_scaling
+from fastformer.nn.mixture import RouterActivation
 from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
 
@@ -19,7 +20,8 @@ _Base = Annotated[float, Range(1)]
 
 # The settings that only a model with experts has.
 _OF_EXPERTS = ("num_experts_per_tok", "norm_topk_prob", "expert_d_ff", "shared_expert_d_ff", "sparse_layers",
-               "router_aux_loss_coef", "router_bias")  # fmt: skip
+               "router_aux_loss_coef", "router_bias", "router_activation", "choice_bias", "norm_topk_eps",
+               "expert_scale", "shared_expert_gate")  # fmt: skip
 
 # The settings that only a model with linear_layers, or with conv_layers, has.
 _OF_LINEAR = ("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim", "linear_conv_size")
@@ -110,6 +112,11 @@ class GPTConfig(StackConfig):
         query_growth: rotated queries at position p are multiplied by 1 + query_growth * log(1 + floor(p /
             query_growth_length)) (Ministral 3).
         query_growth_length: the position from which on that is more than 1.
+        router_activation: what makes weights of a router's scores, "softmax" or "sigmoid" (DeepSeek-V3).
+        choice_bias: whether experts are chosen by their weights plus a number for each expert, which isn't trained.
+        norm_topk_eps: is added to the sum of norm_topk_prob.
+        expert_scale: the factor of the weights of a token's experts, at the end.
+        shared_expert_gate: whether the output of the shared expert is multiplied by the sigmoid of a score.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -179,6 +186,11 @@ class GPTConfig(StackConfig):
     embedding_dropout: Probability | None = None
     query_growth: Amount = 0.0
     query_growth_length: Positive = 8192
+    router_activation: RouterActivation = "softmax"
+    choice_bias: bool = False
+    norm_topk_eps: Amount = 0.0
+    expert_scale: _Cap = 1.0
+    shared_expert_gate: bool = True
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -247,6 +259,8 @@ class GPTConfig(StackConfig):
                 f"expected sparse_layers to have a bool for each of the {self.num_layers} layers, got "
                 f"{len(self.sparse)}"
             )
+        if not self.shared_expert_gate and self.shared_expert_d_ff is None:
+            raise ValueError("expected shared_expert_d_ff for a shared_expert_gate of False, got None")
 
     def _check_layers(self) -> None:
         """Checks the options by which layers differ."""

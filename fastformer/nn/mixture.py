@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from fastformer.nn.feed_forward import Activation, FeedForward, activate, fused_
 from fastformer.nn.linear import linear
 from fastformer.ops._transforms import is_transformed
 from fastformer.ops.feed_forward import feed_forward
+
+RouterActivation = Literal["softmax", "sigmoid"]
 
 # The list that a `recorded_router_logits` collects, in the code that it surrounds.
 _recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded_router_logits", default=None)
@@ -67,21 +69,25 @@ class Router(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes the scores (tokens, rows) of x (tokens, dim)."""
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Computes the scores (tokens, rows) of x (tokens, dim), in a dtype; None: that of the weight."""
+        bias = self.bias
+        if dtype is None:
+            return linear(x, self.weight, bias)
+        return linear(x.to(dtype), self.weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class MixtureOfExperts(nn.Module):
     """Sends each token to the experts that a router prefers, and adds their outputs with the router's weights.
 
     The weights are the softmax of the router's scores over all experts, those of the chosen experts alone
-    (Shazeer et al. 2017, Mixtral). Each expert computes all of its tokens at once, whose number differs from expert to
-    expert. A shared expert, if there is one, computes every token, and its output is multiplied by the sigmoid of a
-    score of its own (Qwen2-MoE).
+    (Shazeer et al. 2017, Mixtral), or the sigmoids of the scores (DeepSeek-V3). Each expert computes all of its tokens
+    at once, whose number differs from expert to expert. A shared expert, if there is one, computes every token, and its
+    output is multiplied by the sigmoid of a score of its own, if it has a gate (Qwen2-MoE).
 
-    Parameters: `router.weight` (num_experts, dim), and one more row for the shared expert; `linear1` and `linear2`,
-    the maps of `FeedForward` for each expert, one below the other; `shared.linear1` and `shared.linear2`.
+    Parameters: `router.weight` (num_experts, dim), and one more row for the gate of the shared expert; `linear1` and
+    `linear2`, the maps of `FeedForward` for each expert, one below the other; `shared.linear1` and `shared.linear2`.
+    Buffers: `choice_bias` (num_experts), fp32 or fp64, if there is one, which begins as 0.
 
     Args:
         dim: input and output size.
@@ -89,13 +95,21 @@ class MixtureOfExperts(nn.Module):
         num_experts: the number of experts.
         num_experts_per_tok: the number of experts that compute a token.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        norm_topk_eps: is added to that sum.
         shared_hidden_dim: the size between the linear maps of the shared expert; None: there is none.
+        shared_gate: whether the shared expert has a gate.
         router_bias: whether the router has a bias.
+        router_activation: what makes weights of scores, "softmax" or "sigmoid".
+        choice_bias: whether experts are chosen by their weights plus a number for each expert, which isn't trained. The
+            router then computes in fp32 at least.
+        expert_scale: the factor of the weights, at the end.
         activation, dropout, bias, device, dtype: as in `FeedForward`; the activation has to be one with a name.
 
     Raises:
         InputError: more experts for a token than there are, or an activation without a name.
     """
+
+    choice_bias: Tensor | None
 
     def __init__(
         self,
@@ -105,8 +119,13 @@ class MixtureOfExperts(nn.Module):
         num_experts_per_tok: int,
         *,
         norm_topk_prob: bool = True,
+        norm_topk_eps: float = 0.0,
         shared_hidden_dim: int | None = None,
+        shared_gate: bool = True,
         router_bias: bool = False,
+        router_activation: RouterActivation = "softmax",
+        choice_bias: bool = False,
+        expert_scale: float = 1.0,
         activation: Activation = "swiglu",
         dropout: float = 0.0,
         bias: bool = False,
@@ -123,9 +142,15 @@ class MixtureOfExperts(nn.Module):
         if self._activation_name is None and not isinstance(self.activation, str):
             raise InputError(f"expected an activation with a name, got {activation!r}")
         self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
-        self.norm_topk_prob = norm_topk_prob
+        self.norm_topk_prob, self.norm_topk_eps = norm_topk_prob, norm_topk_eps
+        self.router_activation, self.expert_scale = router_activation, expert_scale
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.router = Router(num_experts + (shared_hidden_dim is not None), dim, router_bias, **factory)
+        self.has_gate = shared_hidden_dim is not None and shared_gate
+        self.router = Router(num_experts + self.has_gate, dim, router_bias, **factory)
+        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        self.register_buffer(
+            "choice_bias", torch.zeros(num_experts, device=device, dtype=wide) if choice_bias else None
+        )
         inner = 2 * hidden_dim if is_gated(self.activation) else hidden_dim
         self.linear1 = StackedLinear(num_experts, dim, inner, bias, **factory)
         self.dropout = nn.Dropout(dropout)
@@ -134,25 +159,41 @@ class MixtureOfExperts(nn.Module):
         if shared_hidden_dim is not None:
             self.shared = FeedForward(dim, shared_hidden_dim, activation, dropout, bias, **factory)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixtureOfExperts:
+        bias = self.choice_bias
+        super()._apply(fn, recurse)
+        # Its numbers may be large and differ little: the fewer bits of other dtypes would choose other experts.
+        if bias is not None and self.choice_bias is not None and self.choice_bias.itemsize < 4:
+            self.choice_bias = bias.to(self.choice_bias.device)
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         """Applies the experts to x (..., dim), with a result of the same shape."""
         rows = x.reshape(-1, x.shape[-1])
-        scores = self.router(rows)
+        scores = self.router(rows, None if self.choice_bias is None else self.choice_bias.dtype)
         of_experts = scores[:, : self.num_experts]
         if (recorded := _recorded.get()) is not None:
             recorded.append(of_experts)
         out = self._run_experts(rows, *self._choose(of_experts))
         if self.shared is not None:
-            out = out + torch.sigmoid(scores[:, self.num_experts :]) * self.shared(rows)
+            of_shared = self.shared(rows)
+            if self.has_gate:
+                of_shared = torch.sigmoid(scores[:, self.num_experts :]).to(out.dtype) * of_shared
+            out = out + of_shared
         return out.view(x.shape)
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token (tokens, num_experts_per_tok), and their weights."""
-        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        weights, experts = scores.softmax(-1, dtype=wide).topk(self.num_experts_per_tok)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        weights = scores.sigmoid() if self.router_activation == "sigmoid" else scores.softmax(-1)
+        if self.choice_bias is None:
+            weights, experts = weights.topk(self.num_experts_per_tok)
+        else:
+            experts = (weights.detach() + self.choice_bias).topk(self.num_experts_per_tok).indices
+            weights = weights.gather(-1, experts)
         if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return experts, weights
+            weights = weights / (weights.sum(-1, keepdim=True) + self.norm_topk_eps)
+        return experts, weights * self.expert_scale
 
     def _run_experts(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         if is_transformed() or torch.compiler.is_exporting():

@@ -38,6 +38,7 @@ CUTS: dict[str, tuple[str, bool, bool]] = {
     "hunyuan": (QWEN2, False, False),
     "hunyuan-dense": ("We 'LL _see _ 123 45 _camelCase _a /\n /b _e\u0301", False, False),
     **dict.fromkeys(("glm4", "chatglm-bpe"), (LLAMA3, False, False)),
+    "afmoe": ("We 'LL _see _ 12 345 _camelCase _a /\n /b _e\u0301", False, False),
     "seed-coder": (QWEN2.replace("/\n", "/ \n"), False, False),
     "tekken": (f"We 'LL {CAMEL}", True, True),
     **dict.fromkeys(("gpt-4o", "llama4"), (f"We'LL {CAMEL}".replace("1 2 3 4 5", "123 45"), False, False)),

@@ -68,6 +68,16 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("helium", {"head_dim": 16}, {"head_dim": None, "rotary_base": 100_000.0}),
     ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}, {
         "conv_layers": (True, False, True, False), "conv_size": 3}),
+    ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 2, "num_experts": 4, "intermediate_size": 96}, {
+        "sparse_layers": (False, False, True, True), "router_activation": "sigmoid", "choice_bias": True,
+        "norm_topk_eps": 1e-6, "expert_d_ff": 1792}),
+    ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2}, {
+        "rotary_fraction": 0.5, "shared_expert_d_ff": 1408, "shared_expert_gate": False, "qk_norm": None}),
+    ("afmoe", {"num_experts": 6, "mup_enabled": True, "sliding_window": 16}, {
+        "rotary_layers": (True, True, True, False), "window_layers": (True, True, True, False), "embedding_scale": 8.0,
+        "shared_expert_d_ff": 2816}),
+    ("ernie4_5_moe", {"moe_num_experts": 6, "moe_num_shared_experts": 0}, {
+        "shared_expert_d_ff": None, "router_activation": "softmax", "choice_bias": True, "num_experts_per_tok": 6}),
     ("olmo2", {"rope_theta": 5e5}, {"norm_placement": "post", "qk_norm": "all"}),
     ("phi3", {"sliding_window": 2047, "rope_scaling": None, "original_max_position_embeddings": 256}, {
         "window_size": 2046}),
@@ -319,7 +329,8 @@ def test_a_family_that_is_not_known_is_refused_with_its_reason(kind, load, tmp_p
         load(tmp_path)
 
 
-AS_MADE = ("Granite 4", "GLM-4", "GLM-4-0414")  # what transformers calls GraniteMoeHybrid, Glm and Glm4
+# What transformers calls GraniteMoeHybrid, Glm, Glm4, Glm4Moe and Afmoe.
+AS_MADE = ("Granite 4", "GLM-4", "GLM-4-0414", "GLM-4.5", "Trinity")
 
 
 def test_messages_tell_the_families_apart() -> None:

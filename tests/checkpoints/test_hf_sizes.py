@@ -43,6 +43,11 @@ MORE: dict[str, dict[str, Any]] = {
          "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
     ),
     "lfm2": {**SIZES, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    "lfm2_moe": {**SIZES, "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 8, "num_dense_layers": 1},
+    "glm4_moe": {**SIZES, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "afmoe": {**SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "ernie4_5_moe": {**SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8},
     **dict.fromkeys(
         ("ministral", "gemma", "gemma2", "gemma3_text", "qwen3", "helium", "hunyuan_v1_dense"), {**SIZES, "head_dim": 8}
     ),

@@ -30,10 +30,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "token_types": (0, 1, 3), "num_buckets": (8,), "max_distance": (64,), "head_pooling": ("cls", "mean"),
     "layer_groups": (None, 2), "linear_layers": (None, _SOME), "linear_key_heads": (2, 4),
     "linear_value_heads": (None, 8), "linear_key_dim": (24,), "linear_value_dim": (40,), "linear_conv_size": (3,),
+    "router_activation": ("softmax", "sigmoid"), "norm_topk_eps": (0.0, 1e-6, 1e-20), "expert_scale": (1.0, 1.5),
     "conv_layers": (None, _SOME), "conv_size": (5,), "query_growth": (0.0, 0.25), "query_growth_length": (32,),
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "embedding_dropout"), (0.0, 0.25)),
     **dict.fromkeys(("bias", "parallel_residual", "is_causal", "norm_topk_prob", "shared_norm", "output_bias",
-                     "norm_first", "first_norm", "embedding_norm", "pooler", "attention_gate"), (False, True)),
+                     "norm_first", "first_norm", "embedding_norm", "pooler", "attention_gate",
+                     "choice_bias", "shared_expert_gate"), (False, True)),
     **dict.fromkeys(("qkv_bias", "out_bias", "norm_bias", "attention_bias", "linear1_bias"), (None, False, True)),
 }  # fmt: skip
 # Options that mean something together.
@@ -42,6 +44,8 @@ TOGETHER = (
     ("parallel_residual", "shared_norm"), ("linear_layers", "linear_key_heads", "linear_value_heads"),
     ("dropout", "embedding_dropout"), ("conv_layers", "conv_size"), ("query_growth", "query_growth_length"),
     ("num_experts", "expert_d_ff", "shared_expert_d_ff", "sparse_layers"),
+    ("num_experts", "router_activation", "choice_bias", "norm_topk_eps", "expert_scale"),
+    ("num_experts", "shared_expert_d_ff", "shared_expert_gate"),
 )  # fmt: skip
 # Names that a family's config of transformers lacks, and that its code or an older version reads.
 UNLISTED = {

@@ -377,7 +377,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
             "rotary_layers": [False, True], "norm_bias": True, "output_bias": True, "is_causal": False,
             "num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": False, "expert_d_ff": 40,
             "shared_expert_d_ff": 24, "sparse_layers": [False, True], "router_aux_loss_coef": 0.125,
-            "router_bias": True, "attention_sinks": True, "embedding_dropout": 0.125,
+            "router_bias": True, "attention_sinks": True, "embedding_dropout": 0.125, "router_activation": "sigmoid",
+            "choice_bias": True, "norm_topk_eps": 0.25, "expert_scale": 1.5, "shared_expert_gate": False,
         },
     },
     "a text with states": {

@@ -16,7 +16,7 @@ from fastformer.models import GPT
 from fastformer.ops import _extension
 from tests.generation.small import needs_cpp
 from tests.generation.weights import drawn
-from tests.models.plain_gpt import plain_logits
+from tests.models.plain_gpt import plain_logits, weights_of
 
 pytestmark = needs_cpp
 
@@ -63,6 +63,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "linear attention, grouped": {**LINEAR, "linear_layers": (False, True, True), "linear_value_heads": 6},
     "linear attention, wide": {"linear_layers": (True, True, False), "linear_key_heads": 1, "linear_value_heads": 2},
     "short convolutions": {"conv_layers": (True, False, True), "conv_size": 4},
+    "experts": {"num_experts": 5, "num_experts_per_tok": 3, "shared_expert_d_ff": 40},
+    "experts by other numbers": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_expert_d_ff": 40,
+        "shared_expert_gate": False,
+        "router_activation": "sigmoid",
+        "choice_bias": True,
+        "norm_topk_eps": 0.2,
+        "expert_scale": 1.7,
+        "sparse_layers": (False, True, True),
+    },
     "global heads": {**GLOBAL, "global_head_dim": 16, "global_num_kv_heads": 4},
     "wide global heads": {**GLOBAL, "global_head_dim": 256, "global_num_kv_heads": 1},
     "few pairs turn": {"rotary_scaling": {"kind": "proportional", "partial_rotary_factor": 0.5}},
@@ -113,6 +125,7 @@ FEW = [
     ("sinks", "long windows", "gates with limits", "biases"),
     ("linear attention, wide", "gates of heads", "biases", "norms of heads", "a part rotated"),
     ("short convolutions", "norms of heads", "a bias on the logits"),
+    ("experts by other numbers", "gates of heads", "some layers rotated", "norms on both sides"),
     GEMMA4,
     (*GEMMA4[1:3], "shared keys", *GEMMA4[4:]),
     ("wide global heads", "biases", "norms over heads", "inputs of layers"),
@@ -142,7 +155,7 @@ class ModelCase:
                 if name.endswith("linear1.weight"):
                     parameter.data.mul_(4)
         self.config = model.config
-        self.weights = {name: p.detach().double() for name, p in model.named_parameters()}
+        self.weights = {name: weight.detach().double() for name, weight in weights_of(model).items()}
         self.options = pack_options(model, "fp32")
         self.tensors = pack_tensors(model, "fp32")
 

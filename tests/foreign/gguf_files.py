@@ -38,6 +38,13 @@ _LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
+# Digits in groups of three from the right, characters of Han and kana alone, and the rest.
+_TRINITY = (
+    r"\d{1,3}(?=(?:\d{3})*\b)",
+    "[\u4e00-\u9fff\u3040-\u30ff]+",
+    r"[!-\/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+",
+)
 _TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 _SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32, "rope_theta": 500.0}  # fmt: skip
@@ -57,13 +64,16 @@ def _bpe(folder: Path, pre: str) -> Any:
     from tokenizers import Regex, pre_tokenizers, processors
     from tokenizers.normalizers import NFC
 
-    special = ["<|begin|>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", *(["<|user|>"] if pre == "glm4" else [])]
+    special = ["<|begin|>", "<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+    special += {"glm4": ["<|user|>"], "chatglm-bpe": ["<|user|>", "[gMASK]", "<|observation|>"]}.get(pre, [])
     backend = byte_level(special)._tokenizer
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm", "starcoder"))
     first: list[Any] = []
     if pre in ("smollm", "starcoder"):
         first = [pre_tokenizers.Digits(individual_digits=True)]
-    elif pre in ("llama-bpe", "lfm2", "glm4", "qwen2"):
+    elif pre == "afmoe":
+        first = [pre_tokenizers.Split(Regex(each), "isolated") for each in _TRINITY]
+    elif pre in ("llama-bpe", "lfm2", "glm4", "chatglm-bpe", "qwen2"):
         first = [pre_tokenizers.Split(Regex(_QWEN2 if pre == "qwen2" else _LLAMA3), "isolated")]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*first, level])
     if pre == "qwen2":
@@ -200,6 +210,20 @@ CASES: dict[str, Case] = {
                   "qwen2", "q8_0"),
     "lfm2": ("Lfm2", {**_GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
                       "block_multiple_of": 32}, _bpe, "lfm2", "q8_0"),
+    "lfm2moe": ("Lfm2Moe", {**_GROUPED, **_EXPERTS, "num_hidden_layers": 3, "moe_intermediate_size": 32,
+                            "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+                            "num_experts": 4, "experts_implementation": "eager"}, _bpe, "lfm2", "q8_0"),
+    "glm4moe": ("Glm4Moe", {**_GROUPED, **_EXPERTS, "head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 2,
+                            "moe_intermediate_size": 32, "routed_scaling_factor": 1.7, "use_qk_norm": True,
+                            "attention_bias": True, "num_nextn_predict_layers": 0, "eos_token_id": 1,
+                            "experts_implementation": "eager"}, _bpe, "chatglm-bpe", "q8_0"),
+    "afmoe": ("Afmoe", {**_GROUPED, **_EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "num_experts": 4,
+                        "num_shared_experts": 1, "moe_intermediate_size": 32, "route_scale": 1.7, "route_norm": True,
+                        "sliding_window": 4, "mup_enabled": True, "experts_implementation": "eager"}, _bpe, "afmoe",
+              "q8_0"),
+    "erniemoe": ("Ernie4_5_Moe", {**_GROUPED, "moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 2,
+                                  "moe_intermediate_size": 32, "experts_implementation": "eager"}, _pieces,
+                 "default", "q8_0"),
     "mistral3": ("Ministral3", {**_GROUPED, "head_dim": 16, "rope_parameters": _GROWING}, _bpe, "llama-bpe", "q8_0"),
     "hunyuan": ("HunYuanDenseV1", {**_GROUPED, "head_dim": 16, "eod_token_id": 1, "max_position_embeddings": 32768,
                                    "rope_parameters": _ALPHA, "tie_word_embeddings": True}, _bpe, "qwen2", "q8_0"),
@@ -232,14 +256,18 @@ def _rounded(model: Any, kind: str) -> None:
         for name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and name.endswith("weight") and "Gemma" not in type(model).__name__
             drawn = torch.randn(parameter.shape) * (0.3 if parameter.dim() >= 2 else 0.2) + is_norm
-            if parameter.dim() >= 2 and not name.endswith(("conv1d.weight", "conv.conv.weight")):  # a file has fp32
+            if (
+                min(parameter.shape) > 1
+                and parameter.dim() >= 2
+                and not name.endswith(("conv1d.weight", "conv.conv.weight"))
+            ):  # a file has fp32
                 turned = drawn.t().contiguous() if "GPT2" in type(model).__name__ and ".h." in name else drawn
                 data = gguf.quants.quantize(turned.numpy(), kinds[kind])
                 rounded = torch.from_numpy(gguf.quants.dequantize(data, kinds[kind]).copy())
                 drawn = rounded.t() if turned is not drawn else rounded
             parameter.copy_(drawn)
         for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
+            if name.endswith(("layer_scalar", "expert_bias", "correction_bias")):
                 buffer.uniform_(0.5, 1.5)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fastformer.models import GPT, Transformer
+from tests.models.plain_gpt import weights_of
 
 
 @torch.inference_mode(False)
@@ -20,7 +21,7 @@ def drawn(kind: type[Transformer] | type[GPT], seed: int = 0, **options: Any) ->
         sizes |= {"num_layers": 2}
     model = kind(kind.config_class(**{**sizes, **options})).eval()
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    for name, parameter in weights_of(model).items():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:
             is_factor = "norm" in name and name.endswith("weight") or name.endswith("layer_scalar")

@@ -77,7 +77,8 @@ class Case(NamedTuple):
             model = model.to(torch.float64 if is_exact else torch.float32).eval()
         torch.manual_seed(seed)
         with torch.no_grad():
-            scalars = [(name, each) for name, each in model.named_buffers() if name.endswith("layer_scalar")]
+            ends = ("layer_scalar", "expert_bias", "correction_bias")
+            scalars = [(name, each) for name, each in model.named_buffers() if name.endswith(ends)]
             for name, parameter in [*model.named_parameters(), *scalars]:
                 is_norm = parameter.dim() == 1 and name.endswith("weight")
                 size = scale if parameter.dim() == 2 else 0.2
@@ -309,6 +310,33 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "untied": {"layer_types": _CONV_TYPES[:2], "conv_L_cache": 4, "norm_eps": 1e-4,
                            "tie_word_embeddings": False, "block_multiple_of": 16, "num_key_value_heads": 6},
     },
+    "lfm2_moe": {
+        "one layer dense": {"layer_types": _CONV_TYPES, "num_hidden_layers": 3, "num_experts": 5, "num_dense_layers": 1,
+                            "num_experts_per_tok": 2, "routed_scaling_factor": 1.7, **_MOE, **_GROUPED},
+        "weights as they are": {"layer_types": _CONV_TYPES[:2], "num_experts": 4, "num_dense_layers": 0,
+                                "num_experts_per_tok": 3, "use_expert_bias": False, "norm_topk_prob": False,
+                                "tie_word_embeddings": False, **_MOE, **_GROUPED},
+    },
+    "glm4_moe": {
+        "one layer dense": {"n_routed_experts": 6, "num_experts_per_tok": 2, "head_dim": 12, "use_qk_norm": True,
+                            "routed_scaling_factor": 1.7, "n_shared_experts": 2, **_MOE, **_GROUPED},
+        "biased": {"n_routed_experts": 5, "num_experts_per_tok": 3, "head_dim": 6, "attention_bias": True,
+                   "norm_topk_prob": False, "first_k_dense_replace": 0, "partial_rotary_factor": 0.34, **_MOE,
+                   "num_key_value_heads": 6},
+    },
+    "afmoe": {
+        "windows": {"num_experts": 5, "num_experts_per_tok": 2, "num_dense_layers": 1, "head_dim": 10,
+                    "route_scale": 1.7, "num_shared_experts": 2, "mup_enabled": True, "sliding_window": 5,
+                    "num_hidden_layers": 3, "global_attn_every_n_layers": 2, **_MOE, **_GROUPED},
+        "tied": {"num_experts": 4, "num_experts_per_tok": 3, "num_dense_layers": 0, "head_dim": 4, **_MOE,
+                 "num_shared_experts": 1, "layer_types": _TYPES[::-1], "sliding_window": 4,
+                 "tie_word_embeddings": True, **_GROUPED},
+    },
+    "ernie4_5_moe": {
+        "one layer dense": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2, **_MOE, **_GROUPED},
+        "nothing shared": {"moe_num_experts": 4, "moe_k": 3, "moe_num_shared_experts": 0, "moe_layer_start_index": 0,
+                           "tie_word_embeddings": False, **_MOE, **_GROUPED},
+    },
     "qwen3_next": {
         "one layer dense": {**_LINEAR, **_SHARED, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1],
                             "layer_types": _LINEAR_TYPES, "num_hidden_layers": 3},
@@ -344,7 +372,7 @@ def _gemma4(
 
 # Families whose hidden_size need not be a multiple of the heads.
 _FREE = ("mistral", "ministral", "ministral3", "qwen3", "gemma", "seed_oss", "hunyuan_v1_dense", "ernie4_5", "glm",
-         "glm4")  # fmt: skip
+         "glm4", "glm4_moe", "afmoe")  # fmt: skip
 
 
 def _drawn_rope(kind: str, rng: random.Random, dim: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -353,7 +381,8 @@ def _drawn_rope(kind: str, rng: random.Random, dim: int, options: dict[str, Any]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10_000.0, 1e6))}
     if kind not in ("gpt2", "phi3"):
         rope |= rng.choice([{}, *(each for name, each in _ROPES.items() if name != "dynamic" or kind != "gemma3_text")])
-    if kind in ("gpt_neox", "phi", "stablelm", "glm", "glm4", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
+    if kind in ("gpt_neox", "phi", "stablelm", "glm", "glm4", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text",
+                "qwen3_next"):  # fmt: skip
         rope["partial_rotary_factor"] = rng.choice([part / dim for part in range(4, dim + 1, 2)])
     if kind == "hunyuan_v1_dense" and flip():
         rope = {"rope_type": "dynamic", "factor": 1.0, "rope_theta": rope["rope_theta"]}
@@ -422,7 +451,8 @@ def drawn(kind: str, seed: int) -> Case:
         options["attn_logit_softcapping"] = rng.choice((None, 1.5))
     if kind in ("gpt_neox", "stablelm"):
         options["use_parallel_residual"] = flip()
-    if "num_experts_per_tok" in FIELDS[kind] and kind != "granitemoehybrid":
+    options |= _drawn_routers(kind, rng, depth)
+    if "num_experts_per_tok" in FIELDS[kind] and kind not in ("granitemoehybrid", *_BY_OTHER_NUMBERS):
         experts = rng.randint(2, 9)  # of one alone, a router learns nothing
         total = "num_local_experts" if kind in ("granitemoe", "gpt_oss") else "num_experts"
         options |= {total: experts, "num_experts_per_tok": rng.randint(2, experts)}
@@ -451,6 +481,36 @@ def drawn(kind: str, seed: int) -> Case:
     return Case(kind, options)
 
 
+# Families that choose experts by other numbers than their weights, each with the names of five of its settings: the
+# number of experts, those of a token, shared ones, layers without any, and the factor of the weights.
+_BY_OTHER_NUMBERS = {
+    "lfm2_moe": ("num_experts", "num_experts_per_tok", None, "num_dense_layers", "routed_scaling_factor"),
+    "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "first_k_dense_replace",
+                 "routed_scaling_factor"),
+    "afmoe": ("num_experts", "num_experts_per_tok", "num_shared_experts", "num_dense_layers", "route_scale"),
+    "ernie4_5_moe": ("moe_num_experts", "moe_k", "moe_num_shared_experts", "moe_layer_start_index", None),
+}  # fmt: skip
+
+
+def _drawn_routers(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:
+    """Draws the options of the experts of one of `_BY_OTHER_NUMBERS`; none for other families."""
+    if kind not in _BY_OTHER_NUMBERS:
+        return {}
+    total, per_token, shared, dense, factor = _BY_OTHER_NUMBERS[kind]
+    experts, flip = rng.randint(2, 9), lambda: rng.random() < 0.5
+    drawn = {
+        total: experts, per_token: rng.randint(2, experts), shared: rng.randint(1, 3), dense: rng.randrange(depth),
+        factor: rng.choice((1.0, 0.4, 2.5)), "moe_intermediate_size": rng.randint(5, 30),
+    }  # fmt: skip
+    own: dict[str, dict[str, Any]] = {
+        "lfm2_moe": {"norm_topk_prob": flip(), "use_expert_bias": flip()},
+        "glm4_moe": {"norm_topk_prob": flip(), "use_qk_norm": flip(), "attention_bias": flip()},
+        "afmoe": {"mup_enabled": flip(), "sliding_window": 5,
+                  "layer_types": [rng.choice(_TYPES) for _ in range(depth)]},
+    }  # fmt: skip
+    return {name: value for name, value in {**drawn, **own.get(kind, {})}.items() if name and value is not None}
+
+
 def _drawn_convolutions(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:
     """Draws the options of an LFM2; none for other families."""
     full, flip = rng.randrange(depth), lambda: rng.random() < 0.5
@@ -459,7 +519,8 @@ def _drawn_convolutions(kind: str, rng: random.Random, depth: int) -> dict[str, 
         "conv_L_cache": rng.randint(1, 5), "block_auto_adjust_ff_dim": flip(),
         "block_multiple_of": rng.choice((1, 16)), "block_ffn_dim_multiplier": rng.choice((0.8, 1.0, 2)),
     }  # fmt: skip
-    return drawn if kind == "lfm2" else {}
+    drawn = drawn if kind == "lfm2" else {name: drawn[name] for name in ("layer_types", "conv_L_cache")}
+    return drawn if kind.startswith("lfm2") else {}
 
 
 def _drawn_linear(rng: random.Random, depth: int) -> dict[str, Any]:

@@ -102,7 +102,7 @@ UNUSUAL: dict[str, Any] = {
 # Values that a family refuses, or that mean its usual ones.
 REFUSED = {
     "modernbert": ("embedding_dropout", "attention_dropout", "mlp_bias"), "phi3": ("resid_pdrop",),
-    "stablelm": ("hidden_dropout",),
+    "stablelm": ("hidden_dropout",), "afmoe": ("attention_bias",),
     "gemma3_text": ("attn_logit_softcapping",), "mpnet": ("relative_attention_num_buckets",),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), ("hidden_act",)),
 }  # fmt: skip
@@ -218,7 +218,9 @@ def test_omitted_fields_have_the_defaults_of_their_class(kind) -> None:
         value = model.saved[name]
         is_other = isinstance(value, int) and not isinstance(value, bool) and value != usual.get(name)
         # Whose usual ones, in so few layers, have no attention, or nothing else.
-        is_kind = name == "layer_types" and (kind in ("granitemoehybrid", "lfm2") or "linear_num_key_heads" in usual)
+        is_kind = name == "layer_types" and (
+            kind in ("granitemoehybrid", "lfm2", "lfm2_moe") or "linear_num_key_heads" in usual
+        )
         is_kind |= (kind, name) == ("gemma4_text", "per_layer_config")  # whose usual heads are larger than the others
         return is_other or is_kind or name in ("model_type", "num_heads") or name.endswith("_token_id")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def plain_logits(
@@ -22,6 +22,12 @@ def plain_logits(
     routed: is told the experts of a token, layer by layer and token by token.
     """
     return _PlainGpt(config, weights, len(tokens), cached, routed).logits(tokens)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns a model's parameters, and the numbers by which its experts are chosen, which are no parameters."""
+    chosen_by = {name: buffer for name, buffer in model.named_buffers() if name.endswith(".choice_bias")}
+    return {**dict(model.named_parameters()), **chosen_by}
 
 
 class _PlainGpt:
@@ -149,15 +155,19 @@ class _PlainGpt:
             return self.network(x, name)
         scores = self.linear(x, f"{place}.router")
         # In fp32, as in transformers: rounded to bf16, different scores give equal weights.
-        weights = scores[:, : c.num_experts].softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        of_experts = scores[:, : c.num_experts].to(torch.promote_types(x.dtype, torch.float32))
+        weights = 1 / (1 + torch.exp(-of_experts)) if c.router_activation == "sigmoid" else of_experts.softmax(-1)
+        added = self.w[f"{place}.choice_bias"] if c.choice_bias else 0.0
         rows = []
         for token, score, weight in zip(x, scores, weights, strict=True):
-            chosen = weight.argsort(descending=True)[: c.num_experts_per_tok]
+            chosen = (weight + added).argsort(descending=True)[: c.num_experts_per_tok]
             self.routed(chosen)
-            whole = weight[chosen].sum() if c.norm_topk_prob else 1.0
-            row = sum((weight[i] / whole).to(x.dtype) * self.network(token, place, int(i)) for i in chosen)
+            whole = weight[chosen].sum() + c.norm_topk_eps if c.norm_topk_prob else 1.0
+            factors = weight / whole * c.expert_scale
+            row = sum(factors[i].to(x.dtype) * self.network(token, place, int(i)) for i in chosen)
             if c.shared_expert_d_ff is not None:
-                row = row + score[-1].sigmoid() * self.network(token, f"{place}.shared")
+                gate = score[-1].sigmoid() if c.shared_expert_gate else 1.0
+                row = row + gate * self.network(token, f"{place}.shared")
             rows.append(row)
         return torch.stack(rows)
 

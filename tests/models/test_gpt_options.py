@@ -15,12 +15,12 @@ from torch import nn
 
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import AddLayerNorm, SequenceLayout
-from fastformer.nn.mixture import recorded_router_logits
+from fastformer.nn.mixture import MixtureOfExperts, recorded_router_logits
 from fastformer.ops import use_backend
 from tests.checks import RELAXED
 from tests.conftest import missing_backend
 from tests.covering import each
-from tests.models.plain_gpt import plain_logits
+from tests.models.plain_gpt import plain_logits, weights_of
 from tests.nn.comparing import assert_same, assert_same_gradients, randomised
 
 V, LENGTHS = 23, [4, 7, 1]
@@ -75,6 +75,8 @@ AXES: list[list[dict[str, Any]]] = [
         {"num_experts": 3},
         {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": False, "expert_d_ff": 9,
          "shared_expert_d_ff": 10, "sparse_layers": (False, True)},
+        {"num_experts": 4, "router_activation": "sigmoid", "choice_bias": True, "norm_topk_eps": 0.3,
+         "expert_scale": 1.7, "shared_expert_d_ff": 10, "shared_expert_gate": False},
     ],
 ]  # fmt: skip
 
@@ -147,6 +149,9 @@ def model_of(dtype: torch.dtype = torch.float64, gain: float = 10.0, **options: 
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("choice_bias"):
+                buffer.normal_(std=0.3)
     for module in model.modules():
         if isinstance(module, AddLayerNorm):
             randomised(module)
@@ -162,7 +167,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def test_equals_the_plain_model(options):
     model = model_of(**options)
     tokens, following = batch()
-    weights = dict(model.named_parameters())
+    weights = weights_of(model)
     logits = model(tokens)
     expected = [plain_logits(model.config, weights, tokens[row, :length]) for row, length in enumerate(LENGTHS)]
     for row, length in enumerate(LENGTHS):
@@ -278,9 +283,16 @@ def step_of(model: GPT, backend: str | None = None) -> tuple[dict[str, torch.Ten
             with recorded_router_logits() as scores:
                 losses = model.loss(tokens, following, reduction="none")
             if scores:
-                experts = torch.stack([layer.topk(count).indices.view(3, 7, count) for layer in scores], 1)
+                mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+                found = []
+                for module, each in zip(mixtures, scores, strict=True):
+                    wide = each.to(torch.promote_types(each.dtype, torch.float32))
+                    wide = wide.sigmoid() if model.config.router_activation == "sigmoid" else wide.softmax(-1)
+                    added = 0.0 if module.choice_bias is None else module.choice_bias
+                    found.append((wide + added).topk(count).indices.view(3, 7, count))
+                experts = torch.stack(found, 1)
         else:
-            weights = dict(model.named_parameters())
+            weights = weights_of(model)
             chosen: list[torch.Tensor] = []
             logits = torch.cat([plain_logits(model.config, weights, row, routed=chosen.append) for row in tokens])
             if chosen:

@@ -40,6 +40,11 @@ _LFM2 = {
     "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2", "shortconv.conv": "conv.conv", "shortconv.in_proj":
     "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
 }  # fmt: skip
+# Experts that are chosen by other numbers than their weights, and a shared one without a gate.
+_BIASED = {
+    **_LLAMA, "ffn_gate_inp": "mlp.gate", "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}  # fmt: skip
 _PHI2 = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.dense", "attn_norm": "input_layernorm", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
@@ -119,6 +124,24 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
         is_written=False,
     ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        {**_LFM2, "ffn_gate_inp": "feed_forward.gate", "exp_probs_b": "feed_forward.expert_bias"},
+        {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+        experts=_MIXTRAL_EXPERTS, mixture="feed_forward", is_written=False,
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        {**_BIASED, **_QK_NORMS, "post_attention_norm": "post_attention_layernorm"},
+        experts=_QWEN_EXPERTS, is_written=False,
+    ),
+    "afmoe": Architecture(
+        "afmoe",
+        {**_BIASED, **_QK_NORMS, "attn_gate": "self_attn.gate_proj", "exp_probs_b": "mlp.expert_bias",
+         "ffn_gate_inp": "mlp.router.gate", "post_attention_norm": "post_attention_layernorm",
+         "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
+        experts=_QWEN_EXPERTS, is_written=False,
+    ),
     "phi3": Architecture("phi3", {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "mistral3": Architecture("ministral3", _LLAMA, is_permuted=True, is_written=False),
     "hunyuan-dense": Architecture(
@@ -133,6 +156,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     # Their rows are in the family's order, that of rotations of neighbours.
     "ernie4_5": Architecture("ernie4_5", _LLAMA, is_written=False),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe", {**_BIASED, "exp_probs_b": "mlp.moe_statics.e_score_correction_bias"},
+        experts=_QWEN_EXPERTS, is_written=False,
+    ),
     "glm4": Architecture(
         "glm4",
         {**_LLAMA, "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",

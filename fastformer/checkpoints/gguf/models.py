@@ -25,6 +25,9 @@ from fastformer.checkpoints.gguf.linear_attention import BARE, linear_settings, 
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
 from fastformer.checkpoints.hf import FAMILIES, encoding_family
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
+from fastformer.checkpoints.hf.lfm2 import EXPERTS as LFM2_EXPERTS
+from fastformer.checkpoints.hf.mixtures import GLM_EXPERTS, TRINITY_EXPERTS
+from fastformer.checkpoints.hf.neighbours import ERNIE_EXPERTS
 from fastformer.checkpoints.hf.quantized import set_precision
 from fastformer.data import Tokenizer
 from fastformer.models import BERT, GPT
@@ -37,7 +40,7 @@ from fastformer.special_ids import SpecialIds
 _ARCHITECTURE = "general.architecture"
 _FURTHER = "nextn_predict_layers"  # behind the others: they predict further tokens, which the family doesn't read
 _ENCODERS = ("bert", "nomic-bert")
-_OWN_HEADS = ("gemma4", "lfm2")  # their layers have other numbers of key heads, or none
+_OWN_HEADS = ("gemma4", "lfm2", "lfm2moe")  # their layers have other numbers of key heads, or none
 _LENGTH = "original_max_position_embeddings"
 _ROPE = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
@@ -190,6 +193,7 @@ _BIASES: dict[str, dict[str, str]] = {
     "seed_oss": {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"},
     "ernie4_5": {"use_bias": "attn_q"},
     "glm4": {"attention_bias": "attn_q"},
+    "glm4_moe": {"attention_bias": "attn_q"},
 }
 _GRANITE = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale", "residual_multiplier":
@@ -217,7 +221,7 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
     if name == "gemma4":
         divisors = None if (found := file.tensors.get(_ROPE[0])) is None else _numbers(found)
         return settings | gemma4_settings(file, values, divisors)
-    if name == "lfm2":
+    if name.startswith("lfm2"):
         settings |= _lfm2_settings(values)
     eps = _EPS.get(name, "rms_norm_eps")
     settings[eps] = values.number(f"attention.layer_norm_{'rms_' if eps == 'rms_norm_eps' else ''}epsilon")
@@ -276,13 +280,15 @@ def _lfm2_settings(values: _Values) -> dict[str, Any]:
         "layer_types": ["full_attention" if each else "conv" for each in heads],
         "norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": values.number("shortconv.l_cache"),
-        "block_auto_adjust_ff_dim": False,
+        **({"block_auto_adjust_ff_dim": False} if values.name == "lfm2" else {}),
     }
 
 
 def _expert_settings(file: GGUF, values: _Values) -> dict[str, Any]:
     """Returns the settings about experts."""
     name, kind = values.name, values.architecture.kind
+    if "exp_probs_b" in values.architecture.layer:
+        return _biased_settings(file, values)
     total = "num_experts" if kind.startswith(("olmoe", "qwen")) else "num_local_experts"
     counts = {total: "expert_count", "num_experts_per_tok": "expert_used_count"}
     settings: dict[str, Any] = {setting: values.number(key) for setting, key in counts.items()}
@@ -299,6 +305,44 @@ def _expert_settings(file: GGUF, values: _Values) -> dict[str, Any]:
     scale = values.number("expert_weights_scale", 1.0)
     if scale not in (0.0, 1.0):
         raise ValueError(f"expected weights of experts that are not scaled, got expert_weights_scale {scale:g}")
+    return settings
+
+
+# Those of families that choose experts by other numbers than their weights, and the number of "sigmoid" in GGUF.
+_BIASED = {"glm4_moe": GLM_EXPERTS, "afmoe": TRINITY_EXPERTS, "lfm2_moe": LFM2_EXPERTS, "ernie4_5_moe": ERNIE_EXPERTS}
+_SIGMOID = 2
+
+
+def _biased_settings(file: GGUF, values: _Values) -> dict[str, Any]:
+    """Returns the settings about experts that are chosen by other numbers than their weights."""
+    kind = values.architecture.kind
+    names, usual = _BIASED[kind], 0 if kind == "ernie4_5_moe" else _SIGMOID
+    if (function := values.number("expert_gating_func", usual)) != usual:
+        raise ValueError(f"expected an expert_gating_func of {usual} in {file.path}, got {function!r}")
+    if (step := values.number("interleave_moe_layer_step", 1)) not in (0, 1):
+        raise ValueError(f"expected experts in each layer but the first, got one in {step} in {file.path}")
+    first = int(values.number("leading_dense_block_count", 0))
+    size = _size_of(file, f"blk.{first}.ffn_gate_exps.weight", 1)
+    settings: dict[str, Any] = {
+        names.total: values.number("expert_count"),
+        names.per_token: values.number("expert_used_count"),
+        str(names.first_dense): first,
+        "moe_intermediate_size": size,
+    }
+    if names.shared:
+        shared = file.tensors.get(f"blk.{first}.ffn_gate_shexp.weight")
+        settings[names.shared[2]] = 0 if shared is None else shared.shape[0] // max(1, size)
+    if names.scale is not None:
+        settings[names.scale] = float(values.number("expert_weights_scale", 0.0)) or 1.0
+    if names.choice_bias[1:]:
+        settings[names.choice_bias[1]] = f"blk.{first}.exp_probs_b.bias" in file.tensors
+    is_normed = bool(values.raw("expert_weights_norm"))
+    if kind == "glm4_moe":
+        settings |= {"norm_topk_prob": is_normed, "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
+    if kind == "afmoe":
+        if not is_normed or not values.raw("attention.sliding_window"):
+            raise ValueError(f"expected an expert_weights_norm and a sliding_window in {file.path}, got none")
+        settings["mup_enabled"] = True
     return settings
 
 
@@ -443,7 +487,7 @@ def _state(file: GGUF, values: _Values, architecture: Architecture, settings: di
             if architecture.is_turned and layer is not None and own.dim() == 2:
                 own = own.t()
             place = (architecture.places if layer is None else architecture.layer).get(part)
-            end = "" if part in ("attn_sinks", "layer_output_scale", *BARE) else f".{kind}"
+            end = "" if part in ("attn_sinks", "exp_probs_b", "layer_output_scale", *BARE) else f".{kind}"
             state[name if place is None else f"{prefix}{place}{end}"] = own
     return state
 

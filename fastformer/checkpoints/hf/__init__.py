@@ -111,7 +111,8 @@ _CAUSAL = {
     "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3", "exaone4": "Exaone4", "granite": "Granite",
     "granitemoehybrid": "GraniteMoeHybrid", "phi": "Phi", "stablelm": "StableLm", "cwm": "Cwm", "gpt_oss": "GptOss",
     "qwen3_next": "Qwen3Next", "lfm2": "Lfm2", "seed_oss": "SeedOss", "ernie4_5": "Ernie4_5",
-    "helium": "Helium", "glm": "Glm", "glm4": "Glm4", "hunyuan_v1_dense": "HunYuanDenseV1", "ministral3": "Ministral3",
+    "helium": "Helium", "glm": "Glm", "glm4": "Glm4", "lfm2_moe": "Lfm2Moe", "glm4_moe": "Glm4Moe", "afmoe": "Afmoe",
+    "ernie4_5_moe": "Ernie4_5_Moe", "hunyuan_v1_dense": "HunYuanDenseV1", "ministral3": "Ministral3",
 }  # fmt: skip
 _ENCODERS = ("roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert", "eurobert")
 _FAMILIES = {
@@ -163,7 +164,6 @@ UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "nllb-moe": "NLLB-MoE sends each token to some of many experts",
     **dict.fromkeys(("deberta", "deberta-v2"), "DeBERTa attends to positions apart from words"),
-    "lfm2_moe": "LFM2-MoE weighs its experts by sigmoids, and chooses them by other numbers",
     "roformer": "RoFormer rotates neighbouring features",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "DeepSeek compresses keys and values"),
     **dict.fromkeys(

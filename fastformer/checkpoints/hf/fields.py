@@ -103,9 +103,21 @@ FIELDS: dict[str, frozenset[str]] = {
         "decoder_sparse_step mlp_only_layers shared_expert_intermediate_size",
         "lfm2": f"{_ALL} {_LAYERS} num_key_value_heads initializer_range norm_eps use_cache rope_parameters conv_bias "
         "conv_L_cache block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim full_attn_idxs layer_types",
+        "lfm2_moe": f"{_ALL} {_LAYERS} num_key_value_heads initializer_range norm_eps use_cache rope_parameters "
+        "conv_bias conv_L_cache layer_types moe_intermediate_size num_dense_layers num_experts_per_tok "
+        "output_router_logits num_experts use_expert_bias routed_scaling_factor norm_topk_prob",
+        "glm4_moe": f"{_LLAMA} attention_bias head_dim partial_rotary_factor moe_intermediate_size "
+        "num_experts_per_tok output_router_logits n_shared_experts n_routed_experts routed_scaling_factor n_group "
+        "topk_group first_k_dense_replace norm_topk_prob use_qk_norm num_nextn_predict_layers num_mtp_layers",
+        "afmoe": f"{_LLAMA} attention_bias head_dim moe_intermediate_size num_dense_layers num_experts "
+        "num_experts_per_tok num_shared_experts route_scale output_router_logits global_attn_every_n_layers "
+        "sliding_window layer_types mup_enabled",
         "seed_oss": f"{_LLAMA} pretraining_tp attention_bias attention_out_bias mlp_bias residual_dropout head_dim",
         # Its attention has no dropout, which its config doesn't name.
         "ernie4_5": f"{_LLAMA.removesuffix(' attention_dropout')} use_bias head_dim",
+        "ernie4_5_moe": f"{_LLAMA.removesuffix(' attention_dropout')} use_bias moe_intermediate_size moe_k "
+        "moe_num_experts moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval "
+        "moe_norm_min output_router_logits router_aux_loss_coef",
         "hunyuan_v1_dense": f"{_LLAMA} eod_token_id pretraining_tp attention_bias head_dim",
         "ministral3": f"{_LLAMA} head_dim sliding_window",
         "helium": f"{_LLAMA} attention_bias mlp_bias head_dim",
@@ -143,7 +155,7 @@ _IDS: dict[str, Mapping[str, int | list[int]]] = {
         ("llama", "mistral", "ministral", "gpt_neox", "mixtral", "granitemoe", "granite", "granitemoehybrid", "phi"),
         {"eos_token_id": 2},
     ),
-    "lfm2": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     "smollm3": {"pad_token_id": 128004, "eos_token_id": 128001},
     "exaone4": {"bos_token_id": 0, "eos_token_id": 2},
     "stablelm": {"eos_token_id": 0},
@@ -153,7 +165,7 @@ _IDS: dict[str, Mapping[str, int | list[int]]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), {"pad_token_id": 0, "eos_token_id": 1}),
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA_IDS),
     "seed_oss": {"pad_token_id": 1, "eos_token_id": 2},
-    "ernie4_5": {"pad_token_id": 0, "eos_token_id": 2},
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), {"pad_token_id": 0, "eos_token_id": 2}),
     "hunyuan_v1_dense": {"pad_token_id": 0, "eos_token_id": 2},
     "ministral3": {"pad_token_id": 11, "eos_token_id": 2},
     "helium": {"pad_token_id": 3, "eos_token_id": 2},

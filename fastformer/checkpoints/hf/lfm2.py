@@ -1,4 +1,4 @@
-"""LFM2: most layers mix tokens by a gated convolution over three of them, and the others attend."""
+"""LFM2, also with experts: most layers mix tokens by a gated convolution over three of them, and the others attend."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from fastformer.checkpoints.hf.common import flag_of, number_of
 from fastformer.checkpoints.hf.llama import FULL, Names, Variant
+from fastformer.checkpoints.hf.mixtures import Experts
 from fastformer.models import GPTConfig
 
 CONV = "conv"
@@ -48,7 +49,7 @@ def _is_conv(settings: Mapping[str, Any], depth: int) -> tuple[bool, ...]:
 
 def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
     layers = _is_conv(settings, number_of(settings, "num_hidden_layers"))
-    options: dict[str, Any] = {"d_ff": _d_ff(settings)}
+    options: dict[str, Any] = {}
     if any(layers):
         options |= {"conv_layers": layers, "conv_size": number_of(settings, "conv_L_cache")}
     # transformers then reads what the biases make of padding on the left.
@@ -59,7 +60,6 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(config: GPTConfig) -> dict[str, Any]:
     return {
-        "block_auto_adjust_ff_dim": False,
         "layer_types": [CONV if is_conv else FULL for is_conv in config.conv],
         "conv_L_cache": config.conv_size,
     }
@@ -77,26 +77,58 @@ def _rename(names: Names, config: GPTConfig) -> Names:
     return names
 
 
-VARIANTS = (
-    Variant(
-        "lfm2",
-        "LFM2",
+def _variant(kind: str, name: str, usual: Mapping[str, Any], **options: Any) -> Variant:
+    return Variant(
+        kind,
+        name,
         modules=_MODULES,
-        usual={
-            "num_key_value_heads": 8, "intermediate_size": 12288, "norm_eps": 1e-5, "conv_L_cache": 3,
-            "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
-        },
-        fixed={"norm": "rms", "qk_norm": "head", "attention_dropout": 0.0},
+        usual={"num_key_value_heads": 8, "norm_eps": 1e-5, "conv_L_cache": 3, **usual},
         base=1_000_000.0,
         eps="norm_eps",
         activations={"silu": "swiglu"},
         activation_settings=(),
         norm="embedding_norm",
         is_tied=True,
-        more=_options,
-        more_settings=_settings,
-        free=("conv_layers", "conv_size"),
+        **options,
+    )
+
+
+_FIXED = {"norm": "rms", "qk_norm": "head", "attention_dropout": 0.0}
+_FREE = ("conv_layers", "conv_size")
+EXPERTS = Experts(
+    "feed_forward",
+    parts=("w1", "w3", "w2"),
+    usual_count=32,
+    d_ff="moe_intermediate_size",
+    first_dense="num_dense_layers",
+    scale="routed_scaling_factor",
+    choice_bias=("expert_bias", "use_expert_bias"),
+    has_loss=False,
+)
+VARIANTS = (
+    _variant(
+        "lfm2",
+        "LFM2",
+        {"intermediate_size": 12288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
+        fixed=_FIXED,
+        more=lambda settings: {"d_ff": _d_ff(settings), **_options(settings)},
+        more_settings=lambda config: {"block_auto_adjust_ff_dim": False, **_settings(config)},
+        free=_FREE,
         rename=_rename,
+    ),
+    _variant(
+        "lfm2_moe",
+        "LFM2-MoE",
+        {
+            "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_experts_per_tok": 4, "num_dense_layers": 2,
+            "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+        },
+        fixed={**_FIXED, "router_activation": "sigmoid", "norm_topk_eps": 1e-6},
+        more=lambda settings: {**_options(settings), **EXPERTS.options(settings)},
+        more_settings=lambda config: {**_settings(config), **EXPERTS.settings(config)},
+        free=(*_FREE, *EXPERTS.free),
+        rename=lambda names, config: EXPERTS.names(_rename(names, config), config),
+        open=EXPERTS.opened,
     ),
 )  # fmt: skip
 FORMS = {variant.kind: variant.form for variant in VARIANTS}

@@ -14,8 +14,18 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import flag_of, number_of
-from fastformer.checkpoints.hf.decoder import MisfitError, kinds_of
-from fastformer.checkpoints.hf.llama import FULL, MODULES, QK_NORMS, SLIDING, Variant, everywhere, uses_window
+from fastformer.checkpoints.hf.decoder import MisfitError, kinds_of, layer_names
+from fastformer.checkpoints.hf.llama import (
+    FULL,
+    MODULES,
+    QK_NORMS,
+    SLIDING,
+    Names,
+    Variant,
+    all_but_each,
+    everywhere,
+    uses_window,
+)
 from fastformer.checkpoints.hf.llama_kin import folded, granite_options, granite_settings
 from fastformer.models import GPTConfig
 
@@ -23,7 +33,7 @@ from fastformer.models import GPTConfig
 _TOTALS = ("num_experts", "num_local_experts")
 _READ = ("output_router_logits", "router_aux_loss_coef", "num_experts_per_tok", *_TOTALS)
 _ABOUT_EXPERTS = re.compile(r"expert|router|routed|moe|top_?k_|_group$|scoring|sparse|clip_qkv")
-FREE = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+_FREE = ("num_experts", "num_experts_per_tok")
 # Granite's names on disk, and in memory.
 _OF_GRANITE = {
     "input_linear.weight": "experts.gate_up_proj",
@@ -45,9 +55,16 @@ class Experts(NamedTuple):
         norm_topk_prob: whether the weights of a token's experts are divided by their sum; None: a setting says it.
         d_ff: the setting that is the inner size of an expert; None: that of other layers.
         shared: the names of the shared expert and of its gate, and the setting that is its inner size; (): there is
-            none.
+            none. Without a gate (""), the setting is the number of experts that are as large as it.
         may_be_dense: whether settings may leave some layers without experts.
         unread: settings about experts that repeat others.
+        per_token: the setting that is the number of experts that compute a token.
+        first_dense: the setting that is the number of layers, the first ones, without experts.
+        scale: the setting that is `GPTConfig.expert_scale`.
+        choice_bias: the name of what is added to weights where experts are chosen, and the setting that says whether
+            anything is, if there is one.
+        ones: settings about experts that have to be 1.
+        has_loss: whether the settings contain `GPTConfig.router_aux_loss_coef`.
     """
 
     place: str = "mlp"
@@ -60,16 +77,41 @@ class Experts(NamedTuple):
     shared: tuple[str, ...] = ()
     may_be_dense: bool = False
     unread: tuple[str, ...] = ()
+    per_token: str = "num_experts_per_tok"
+    first_dense: str | None = None
+    scale: str | None = None
+    choice_bias: tuple[str, ...] = ()
+    ones: tuple[str, ...] = ()
+    has_loss: bool = True
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """The options of `GPTConfig` that the settings contain."""
+        named = {
+            "norm_topk_prob": self.norm_topk_prob is None,
+            "expert_d_ff": self.d_ff is not None,
+            "shared_expert_d_ff": bool(self.shared),
+            "shared_expert_gate": bool(self.shared),
+            "sparse_layers": self.may_be_dense or self.first_dense is not None,
+            "expert_scale": self.scale is not None,
+            "choice_bias": len(self.choice_bias) > 1,
+            "router_aux_loss_coef": self.has_loss,
+        }
+        return (*_FREE, *(name for name, is_free in named.items() if is_free))
 
     def options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the options of `GPTConfig` about experts; none if no layer has any."""
         named = (self.d_ff, *self.shared[2:], *(("norm_topk_prob",) if self.norm_topk_prob is None else ()))
-        dense = ("decoder_sparse_step", "mlp_only_layers") if self.may_be_dense else ()
-        known = {*_READ, *named, *dense, *self.unread}
+        dense = ("decoder_sparse_step", "mlp_only_layers") if self.may_be_dense else (self.first_dense,)
+        named = (*named, *dense, self.scale, *self.choice_bias[1:], self.total, self.per_token)
+        known = {*_READ, *named, *self.ones, *self.unread}
         for name, value in settings.items():
             if value not in (None, False) and name not in known and _ABOUT_EXPERTS.search(name):
                 raise ValueError(f"expected no {name}, which this family's routers don't have, got {value!r:.60}")
-        counts = {name: settings[name] for name in _TOTALS if settings.get(name) is not None}
+        for name in self.ones:
+            if settings.get(name) not in (None, 1):
+                raise ValueError(f"expected {name} to be 1, got {settings[name]!r:.60}")
+        counts = {name: settings[name] for name in {*_TOTALS, self.total} if settings.get(name) is not None}
         if len({*map(repr, counts.values())}) > 1:
             raise ValueError(f"expected one number of experts, got {counts}")
         settings = {**settings, self.total: self.num_experts(settings)}
@@ -79,22 +121,33 @@ class Experts(NamedTuple):
             return {}
         options: dict[str, Any] = {
             "num_experts": number_of(settings, self.total),
-            "num_experts_per_tok": number_of(settings, "num_experts_per_tok"),
-            "router_aux_loss_coef": settings.get("router_aux_loss_coef") or 0.0,
+            "num_experts_per_tok": number_of(settings, self.per_token),
         }
+        if self.has_loss:
+            options["router_aux_loss_coef"] = settings.get("router_aux_loss_coef") or 0.0
         if self.norm_topk_prob is None:
             options["norm_topk_prob"] = flag_of(settings, "norm_topk_prob", False)
         if self.d_ff is not None:
             options["expert_d_ff"] = number_of(settings, self.d_ff)
-        if self.shared:
+        if self.shared and self.shared[1]:
             options["shared_expert_d_ff"] = number_of(settings, self.shared[2])
+        elif self.shared and (shared := number_of(settings, self.shared[2], 0)):
+            options |= {"shared_expert_d_ff": shared * options["expert_d_ff"], "shared_expert_gate": False}
+        if self.scale is not None:
+            options["expert_scale"] = settings.get(self.scale)
+        if self.choice_bias[1:]:
+            options["choice_bias"] = flag_of(settings, self.choice_bias[1], True)
         return options if all(sparse) else {**options, "sparse_layers": sparse}
 
     def num_experts(self, settings: Mapping[str, Any]) -> Any:
         """Returns the number of experts in the settings, unchecked."""
-        return next((settings[name] for name in _TOTALS if settings.get(name) is not None), self.usual_count)
+        names = (self.total, *_TOTALS)
+        return next((settings[name] for name in names if settings.get(name) is not None), self.usual_count)
 
     def _sparse(self, settings: Mapping[str, Any], depth: int) -> tuple[bool, ...]:
+        if self.first_dense is not None:
+            first = number_of(settings, self.first_dense, 0)
+            return tuple(layer >= first for layer in range(depth))
         if not self.may_be_dense or number_of(settings, self.total, 0) == 0:
             return (not self.may_be_dense,) * depth
         step, dense = settings.get("decoder_sparse_step", 1), settings.get("mlp_only_layers") or []
@@ -108,19 +161,34 @@ class Experts(NamedTuple):
         """Returns the settings about experts."""
         if config.num_experts is None:
             raise MisfitError("num_experts", "expected num_experts in a model of this family, got None")
-        if (config.shared_expert_d_ff is not None) != bool(self.shared):
-            raise MisfitError("shared_expert_d_ff", f"expected other shared experts, got {config.shared_expert_d_ff}")
+        shared, has_gate = config.shared_expert_d_ff, bool(self.shared and self.shared[1])
+        d_ff = config.expert_d_ff or config.d_ff or 1
+        if has_gate != (shared is not None and config.shared_expert_gate) or (shared and not self.shared):
+            raise MisfitError("shared_expert_d_ff", f"expected other shared experts, got {shared}")
         settings: dict[str, Any] = {
             self.total: config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-            "router_aux_loss_coef": config.router_aux_loss_coef,
+            self.per_token: config.num_experts_per_tok,
         }
+        if self.has_loss:
+            settings["router_aux_loss_coef"] = config.router_aux_loss_coef
         if self.norm_topk_prob is None:
             settings["norm_topk_prob"] = config.norm_topk_prob
         if self.d_ff is not None:
-            settings[self.d_ff] = config.expert_d_ff or config.d_ff
+            settings[self.d_ff] = d_ff
         if self.shared:
-            settings[self.shared[2]] = config.shared_expert_d_ff
+            settings[self.shared[2]] = shared if has_gate else (shared or 0) // d_ff
+        if not has_gate and (shared or 0) % d_ff:
+            raise MisfitError(
+                "shared_expert_d_ff", f"expected a multiple of {d_ff}, the size of an expert, got {shared}"
+            )
+        if self.scale is not None:
+            settings[self.scale] = config.expert_scale
+        if self.choice_bias[1:]:
+            settings[self.choice_bias[1]] = config.choice_bias
+        if self.first_dense is not None:
+            settings[self.first_dense] = first = (*config.sparse, True).index(True)
+            if not all(config.sparse[first:]):
+                raise MisfitError("sparse_layers", f"expected experts in all layers but the first, got {config.sparse}")
         if self.may_be_dense:
             dense = [layer for layer, is_sparse in enumerate(config.sparse) if not is_sparse]
             settings |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
@@ -139,9 +207,12 @@ class Experts(NamedTuple):
                 names[f"{own}.mixture.linear1.{kind}"] = pairs
                 names[f"{own}.mixture.linear2.{kind}"] = tuple(f"{expert}.{down}.{kind}" for expert in experts)
             router: tuple[str, ...] = (f"{place}.{self.router}.weight",)
-            if self.shared:
+            if config.choice_bias:
+                names[f"{own}.mixture.choice_bias"] = (f"{place}.{self.choice_bias[0]}",)
+            if config.shared_expert_d_ff is not None:
                 shared, shared_gate, _ = self.shared
-                router = (*router, f"{place}.{shared_gate}.weight")
+                if shared_gate:
+                    router = (*router, f"{place}.{shared_gate}.weight")
                 for name, parts in (("linear1", _GATED[:2]), ("linear2", _GATED[2:])):
                     hf_names = tuple(f"{place}.{shared}.{part}.weight" for part in parts)
                     names[f"{own}.mixture.shared.{name}.weight"] = hf_names
@@ -190,6 +261,7 @@ def in_memory(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     parts: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, tensor in weights.items():
         name = re.sub(r"\.block_sparse_moe\.(gate\.|experts\.\d+\.w)", r".mlp.\1", name)  # Mixtral's
+        name = name.replace(".mlp.moe_statics.", ".mlp.gate.moe_statics.")  # ERNIE's
         if (match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)) is None:
             found[name] = tensor
         else:
@@ -226,7 +298,7 @@ def _granite_moe() -> Variant:
     )._replace(
         more=lambda settings: {**granite_options(settings), **experts.options(settings)},
         more_settings=lambda config: {**granite_settings(config), **experts.settings(config)},
-        free=(*FREE, "embedding_scale", "attention_scale"),
+        free=(*experts.free, "embedding_scale", "attention_scale"),
         open=lambda state, settings: folded(experts.opened(state, settings), settings),
     )
 
@@ -266,7 +338,7 @@ def _gpt_oss() -> Variant:
         activation_settings=(),
         more=options,
         more_settings=lambda config: {**_SWIGLU, **experts.settings(config)},
-        free=FREE,
+        free=experts.free,
         rename=lambda names, config: _with_sinks(experts.names(names, config), config),
         open=lambda state, settings: _opened_gpt_oss(state, number_of({total: experts.num_experts(settings)}, total)),
         close=_closed_gpt_oss,
@@ -329,16 +401,97 @@ def _closed_gpt_oss(state: Mapping[str, Tensor], settings: Mapping[str, Any]) ->
     return closed
 
 
+# ---- Experts that are chosen by other numbers than their weights, as in DeepSeek-V3 ----
+
+_SIGMOIDS: dict[str, Any] = {"router_activation": "sigmoid", "choice_bias": True, "norm_topk_eps": 1e-20}
+
+
+GLM_EXPERTS = Experts(
+    total="n_routed_experts",
+    usual_count=128,
+    d_ff="moe_intermediate_size",
+    shared=("shared_experts", "", "n_shared_experts"),
+    first_dense="first_k_dense_replace",
+    scale="routed_scaling_factor",
+    choice_bias=("gate.e_score_correction_bias",),
+    ones=("n_group", "topk_group"),
+    has_loss=False,
+)
+
+
+def _glm(settings: Mapping[str, Any]) -> dict[str, Any]:
+    norms = "head" if flag_of(settings, "use_qk_norm", False) else None
+    return {"qk_norm": norms, **GLM_EXPERTS.options(settings)}
+
+
+def _glm_settings(config: GPTConfig) -> dict[str, Any]:
+    if config.qk_norm not in (None, "head"):
+        raise MisfitError("qk_norm", f"expected a GLM-4.5, with a qk_norm of 'head' or none, got {config.qk_norm!r}")
+    return {"use_qk_norm": config.qk_norm is not None, **GLM_EXPERTS.settings(config)}
+
+
+def _rename_glm(names: Names, config: GPTConfig) -> Names:
+    if config.qk_norm is not None:
+        names |= layer_names(config, "layers", QK_NORMS, lambda module: False)
+    return GLM_EXPERTS.names(names, config)
+
+
+def _opened_glm(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns a state with a tensor for each expert, without the layer that predicts further tokens."""
+    further = f"model.layers.{settings.get('num_hidden_layers')}."
+    return GLM_EXPERTS.opened({name: x for name, x in state.items() if not name.startswith(further)}, settings)
+
+
+TRINITY_EXPERTS = Experts(
+    router="router.gate",
+    usual_count=64,
+    norm_topk_prob=True,
+    d_ff="moe_intermediate_size",
+    shared=("shared_experts", "", "num_shared_experts"),
+    first_dense="num_dense_layers",
+    scale="route_scale",
+    choice_bias=("expert_bias",),
+    unread=("score_func", "route_norm"),
+    ones=("n_group", "topk_group", "num_expert_groups", "num_limited_groups"),
+    has_loss=False,
+)
+_trinity_types = all_but_each(4, "global_attn_every_n_layers")
+
+
+def _trinity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if flag_of(settings, "attention_bias", False):
+        raise ValueError("expected attention_bias to be False, got True")  # gates have none
+    types = settings.get("layer_types") or _trinity_types(settings, number_of(settings, "num_hidden_layers"))
+    rotates = tuple(kind == SLIDING for kind in types)
+    options: dict[str, Any] = {} if all(rotates) else {"rotary_layers": rotates}
+    if flag_of(settings, "mup_enabled", False):
+        options["embedding_scale"] = settings["hidden_size"] ** 0.5
+    return {**options, **TRINITY_EXPERTS.options(settings)}
+
+
+def _trinity_settings(config: GPTConfig) -> dict[str, Any]:
+    if (rotates := config.rotary_layers or (True,) * config.num_layers) != config.windows:
+        raise MisfitError("rotary_layers", f"expected a Trinity, whose layers rotate with a window, got {rotates}")
+    if config.embedding_scale not in (None, width := config.d_model**0.5):
+        raise MisfitError(
+            "embedding_scale", f"expected a Trinity, with no embedding_scale or {width}, got {config.embedding_scale}"
+        )
+    return {"mup_enabled": config.embedding_scale is not None, **TRINITY_EXPERTS.settings(config)}
+
+
+def _rename_trinity(names: Names, config: GPTConfig) -> Names:
+    for layer in range(config.num_layers):
+        names[f"decoder.layers.{layer}.self_attn.gate_proj.weight"] = (f"layers.{layer}.self_attn.gate_proj.weight",)
+    return TRINITY_EXPERTS.names(names, config)
+
+
 def _variant(kind: str, name: str, experts: Experts, **options: Any) -> Variant:
-    named = [] if experts.d_ff is None else ["expert_d_ff", "shared_expert_d_ff", "sparse_layers"]
-    if experts.norm_topk_prob is None:
-        named.append("norm_topk_prob")
     return Variant(
         kind,
         name,
         more=experts.options,
         more_settings=experts.settings,
-        free=(*FREE, *named),
+        free=experts.free,
         rename=experts.names,
         open=experts.opened,
         **options,
@@ -353,6 +506,42 @@ SHARED = ("shared_expert", "shared_expert_gate", "shared_expert_intermediate_siz
 VARIANTS = (
     _granite_moe(),
     _gpt_oss(),
+    Variant(
+        "glm4_moe",
+        "GLM-4.5",
+        usual={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+        },
+        fixed={"norm": "rms", **_SIGMOIDS},
+        biases=("attention_bias", False, False),
+        partial=True,
+        fraction=0.5,
+        more=_glm,
+        more_settings=_glm_settings,
+        free=(*GLM_EXPERTS.free, "qk_norm"),
+        rename=_rename_glm,
+        open=_opened_glm,
+    ),
+    Variant(
+        "afmoe",
+        "Trinity",
+        modules={
+            **MODULES, **QK_NORMS, "post_norm1": ("post_attention_layernorm",), "norm2": ("pre_mlp_layernorm",),
+            "post_norm2": ("post_mlp_layernorm",),
+        },
+        usual={
+            "head_dim": 128, "rms_norm_eps": 1e-5, "moe_intermediate_size": 1408, "num_experts_per_tok": 6,
+            "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.0, "sliding_window": 1024,
+        },
+        fixed={"norm": "rms", "norm_placement": "both", "qk_norm": "head", "attention_gate": True, **_SIGMOIDS},
+        layer_types=_trinity_types,
+        more=_trinity,
+        more_settings=_trinity_settings,
+        free=(*TRINITY_EXPERTS.free, "rotary_layers", "embedding_scale"),
+        rename=_rename_trinity,
+        open=TRINITY_EXPERTS.opened,
+    ),
     _variant(
         "mixtral",
         "Mixtral",

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastformer.checkpoints.hf.common import number_of
 from fastformer.checkpoints.hf.decoder import kinds_of
 from fastformer.checkpoints.hf.llama import FULL, MODULES, QK_NORMS, Names, Variant, biases_of
-from fastformer.checkpoints.hf.mixtures import FREE, SHARED, Experts
+from fastformer.checkpoints.hf.mixtures import SHARED, Experts
 from fastformer.models import GPTConfig
 
 logger = logging.getLogger("fastformer")
@@ -216,14 +216,13 @@ def _dense(kind: str, name: str) -> Variant:
 
 def _mixed(kind: str, name: str, experts: Experts, usual: Mapping[str, Any], **options: Any) -> Variant:
     rename = _rename(options.pop("tensors", _TENSORS))
-    named = ("norm_topk_prob", "sparse_layers") if experts.norm_topk_prob is None else ()
     return Variant(
         kind,
         name,
         usual={**_USUAL, **_EXPERTS, **usual},
         more=lambda settings: {**_options(settings), **experts.options(settings)},
         more_settings=lambda config: {**_settings(config), **experts.settings(config)},
-        free=(*_FREE, *FREE, "expert_d_ff", "shared_expert_d_ff", *named),
+        free=(*_FREE, *experts.free),
         rename=lambda names, config: experts.names(rename(names, config), config),
         **{**_HYBRID, "open": lambda state, settings: experts.opened(_opened(state, settings), settings), **options},
     )

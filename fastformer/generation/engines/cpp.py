@@ -446,7 +446,14 @@ def _gpt_options(model: GPT) -> dict[str, object]:
     if config.attention_scale is not None:
         some["attention_scale"] = config.attention_scale
     if config.num_experts is not None:
-        some |= {"experts_per_token": config.num_experts_per_tok, "norm_topk_prob": config.norm_topk_prob}
+        some |= {
+            "experts_per_token": config.num_experts_per_tok,
+            "norm_topk_prob": config.norm_topk_prob,
+            "norm_topk_eps": config.norm_topk_eps,
+            "expert_scale": config.expert_scale,
+            "sigmoid_router": config.router_activation == "sigmoid",
+            "shared_gate": config.shared_expert_gate,
+        }
     if any(config.linear):
         some["linear_key_heads"] = config.linear_key_heads
     return {
@@ -478,6 +485,7 @@ def named_tensors(model: Transformer | GPT) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {
         f"decoder.{name}": p for name, p in model.decoder.named_parameters(remove_duplicate=False)
     }
+    tensors |= {f"decoder.{name}": b for name, b in model.decoder.named_buffers() if name.endswith(".choice_bias")}
     embedding = _target_embedding(model)
     tensors["target_embedding"], tensors["output"] = embedding.weight, model.output_weight
     if model.output_bias is not None:
