@@ -161,7 +161,7 @@ class MixtureOfExperts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixtureOfExperts:
         bias = self.choice_bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # Its numbers may be large and differ little: the fewer bits of other dtypes would choose other experts.
         if bias is not None and self.choice_bias is not None and self.choice_bias.itemsize < 4:
             self.choice_bias = bias.to(self.choice_bias.device)

@@ -111,6 +111,8 @@ NOT_TOGETHER = [
     *({"growing queries", name} for name in ("learned positions", "two rotations", "global heads", "wide global heads",
                                              "norms behind rotations")),
     {"in parallel", "inputs of layers"}, {"one norm for both", "inputs of layers"},
+    {"experts", "experts by other numbers"}, {"experts by other numbers", "keys of one layer"},
+    *({"shared keys", name} for name in OPTIONS if name.startswith("experts")),
 ]  # fmt: skip
 FEW = [
     ("biases", "norms over heads", "norms behind"),
@@ -138,6 +140,11 @@ BOUNDS = {"fp32": 1e-6, "bf16": 0.1, "int8": 0.2}
 def has_states(names: Sequence[str]) -> bool:
     """Whether a rounding may weigh more, by chance: it stays in a state, whose keys are brought to length 1."""
     return any(name.startswith("linear attention") for name in names)
+
+
+def has_experts(names: Sequence[str]) -> bool:
+    """Whether a rounding may choose other experts, which is another model."""
+    return any(name.startswith("experts") for name in names)
 
 
 class ModelCase:
@@ -220,7 +227,8 @@ def assert_as_the_plain_model(names: Sequence[str], lengths: Sequence[int]) -> N
             bound += 2 * max_error(plain(torch.float32), due)
         elif error >= bound:  # as where scores are so large that their rounding to bf16 matters more than all else
             bound = max(bound, 2 * max_error(plain(torch.bfloat16), due))
-        assert error < bound * (3 if has_states(names) else 1), precision
+        if precision == "fp32" or not has_experts(names):
+            assert error < bound * (3 if has_states(names) else 1), precision
         # A row's bits depend on neither its neighbours nor the threads.
         for prompt, row, together in zip(prompts, new, logits, strict=True):
             assert torch.equal(logits_of(case.session(precision), [prompt], [row], threads=2)[0], together)
@@ -266,13 +274,13 @@ def assert_as_with_rounded_cache(names: Sequence[str], lengths: Sequence[int], s
             assert torch.equal(logits_of(case.session(precision, "int8"), [prompt], [row], threads=2)[0], together)
 
 
-@pytest.mark.parametrize("names", [("llama",), *FEW], ids=" + ".join)
+@pytest.mark.parametrize("names", [("llama",), *(few for few in FEW if not has_experts(few))], ids=" + ".join)
 def test_a_cache_of_int8_is_attended_to_as_the_numbers_it_stands_for(names) -> None:
     assert_as_with_rounded_cache(names, (17, 30, 83))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
+@pytest.mark.parametrize("names", [pair for pair in PAIRS if not has_experts(pair)], ids=" + ".join)
 def test_a_cache_of_int8_with_each_pair_of_options(names) -> None:
     assert_as_with_rounded_cache(names, (40, 70, 530), len(names[0]))
 

@@ -482,13 +482,13 @@ def drawn(kind: str, seed: int) -> Case:
 
 
 # Families that choose experts by other numbers than their weights, each with the names of five of its settings: the
-# number of experts, those of a token, shared ones, layers without any, and the factor of the weights.
+# number of experts, those of a token, shared ones, layers without any, and the factor of the weights; "": none.
 _BY_OTHER_NUMBERS = {
-    "lfm2_moe": ("num_experts", "num_experts_per_tok", None, "num_dense_layers", "routed_scaling_factor"),
+    "lfm2_moe": ("num_experts", "num_experts_per_tok", "", "num_dense_layers", "routed_scaling_factor"),
     "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "first_k_dense_replace",
                  "routed_scaling_factor"),
     "afmoe": ("num_experts", "num_experts_per_tok", "num_shared_experts", "num_dense_layers", "route_scale"),
-    "ernie4_5_moe": ("moe_num_experts", "moe_k", "moe_num_shared_experts", "moe_layer_start_index", None),
+    "ernie4_5_moe": ("moe_num_experts", "moe_k", "moe_num_shared_experts", "moe_layer_start_index", ""),
 }  # fmt: skip
 
 
@@ -508,7 +508,7 @@ def _drawn_routers(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:
         "afmoe": {"mup_enabled": flip(), "sliding_window": 5,
                   "layer_types": [rng.choice(_TYPES) for _ in range(depth)]},
     }  # fmt: skip
-    return {name: value for name, value in {**drawn, **own.get(kind, {})}.items() if name and value is not None}
+    return {name: value for name, value in {**drawn, **own.get(kind, {})}.items() if name}
 
 
 def _drawn_convolutions(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:
