@@ -162,7 +162,7 @@ Mixture pack_mixture(const ModelOptions& o, const Names& names) {
   if (o.experts_per_token < 1 || o.experts_per_token > count)
     throw std::invalid_argument("expected experts_per_token from 1 to the number of experts");
   mixture.router = names.weight("router.weight", "router.bias", 0, rows, rows, o.d_model, Precision::fp32);
-  mixture.choice_bias = names.vector("choice_bias", count, 0);
+  mixture.choice_bias = names.vector("router.choice_bias", count, 0);
   mixture.experts = pack_experts(o, names, count);
   return mixture;
 }

@@ -209,6 +209,10 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
         theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
     weight = model.embedding.weight if isinstance(model, BERT) else model.output_weight
     theirs.to(device=weight.device, dtype=weight.dtype)
+    kept = ("expert_bias", *(getattr(theirs, "_keep_in_fp32_modules_strict", None) or ()))
+    for name, tensor in (*theirs.named_parameters(), *theirs.named_buffers()):
+        if tensor.itemsize < 4 and name.endswith((*kept, *(f"{each}.weight" for each in kept))):
+            tensor.data = tensor.data.float()  # as from_pretrained leaves it
     own = theirs.state_dict()
     weights = in_memory(weights, own)
     expected = {name for name in own if name in weights or "embed_positions" not in name}
@@ -218,7 +222,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
         for name, weight in weights.items():
             own[name].copy_(weight)
     for name, weight in weights.items():
-        if not torch.equal(own[name], weight):
+        if not torch.equal(own[name], weight.to(own[name].dtype)):
             raise ValueError(f"this version of transformers ties {name} to another matrix: its weights would be lost")
     if isinstance(model, Transformer) and model.config.suppress_tokens:
         theirs.generation_config.bad_words_ids = [[token] for token in model.config.suppress_tokens]

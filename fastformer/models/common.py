@@ -189,8 +189,9 @@ def init_weights(module: nn.Module, std: float) -> None:
             nn.init.zeros_(module.sinks)
     elif isinstance(module, nn.Embedding | Router):
         nn.init.normal_(module.weight, std=std)
-        if isinstance(module, Router) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        for added in (module.bias, module.choice_bias) if isinstance(module, Router) else ():
+            if added is not None:
+                nn.init.zeros_(added)
     elif isinstance(module, nn.LayerNorm | PositionalEncoding | RelativePositionBias | StateMixing):
         module.reset_parameters()
 

@@ -315,7 +315,7 @@ def load_saved(
     dtypes: set[Any] = {
         entry.dtype
         for name, entry in saved.entries.items()
-        if entry.dtype in FLOATING and not (quantization and name.endswith(SCALE))
+        if entry.dtype in FLOATING and not (quantization and name.endswith(SCALE)) and ".router." not in name
     }
     dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else None)
 

@@ -56,25 +56,38 @@ class StackedLinear(nn.Module):
 class Router(nn.Module):
     """The scores of experts: the product with a matrix that is never rounded to integers.
 
-    Parameters: `weight` (rows, dim), and `bias` (rows), if there is one, which begins as 0.
+    Parameters: `weight` (rows, dim), and `bias` (rows), if there is one, which begins as 0. Buffers: `choice_bias`
+    (num_choices), if there is one, which begins as 0. With it, all of them and the scores are fp32 or fp64, also in a
+    model of another dtype: its numbers may be large and differ little.
     """
 
     bias: nn.Parameter | None
+    choice_bias: Tensor | None
 
-    def __init__(self, rows: int, dim: int, bias: bool = False, **factory: Any) -> None:
+    def __init__(self, rows: int, dim: int, bias: bool = False, num_choices: int = 0, **factory: Any) -> None:
         super().__init__()
+        if num_choices:
+            own = factory.get("dtype") or torch.get_default_dtype()
+            factory = {**factory, "dtype": torch.promote_types(own, torch.float32)}
+        self.register_buffer("choice_bias", torch.zeros(num_choices, **factory) if num_choices else None)
         self.weight = nn.Parameter(torch.empty(rows, dim, **factory))
         self.register_parameter("bias", nn.Parameter(torch.empty(rows, **factory)) if bias else None)
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Computes the scores (tokens, rows) of x (tokens, dim), in a dtype; None: that of the weight."""
-        bias = self.bias
-        if dtype is None:
-            return linear(x, self.weight, bias)
-        return linear(x.to(dtype), self.weight.to(dtype), None if bias is None else bias.to(dtype))
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        before = [None if each is None else each.detach() for each in (self.weight, self.bias, self.choice_bias)]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.choice_bias is not None and self.weight.itemsize < 4:
+            for tensor, wide in zip((self.weight, self.bias, self.choice_bias), before, strict=True):
+                if tensor is not None and wide is not None:
+                    tensor.data = wide.to(tensor.device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the scores (tokens, rows) of x (tokens, dim)."""
+        return linear(x if self.choice_bias is None else x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class MixtureOfExperts(nn.Module):
@@ -87,7 +100,7 @@ class MixtureOfExperts(nn.Module):
 
     Parameters: `router.weight` (num_experts, dim), and one more row for the gate of the shared expert; `linear1` and
     `linear2`, the maps of `FeedForward` for each expert, one below the other; `shared.linear1` and `shared.linear2`.
-    Buffers: `choice_bias` (num_experts), fp32 or fp64, if there is one, which begins as 0.
+    Buffers: `router.choice_bias` (num_experts), if there is one.
 
     Args:
         dim: input and output size.
@@ -100,16 +113,14 @@ class MixtureOfExperts(nn.Module):
         shared_gate: whether the shared expert has a gate.
         router_bias: whether the router has a bias.
         router_activation: what makes weights of scores, "softmax" or "sigmoid".
-        choice_bias: whether experts are chosen by their weights plus a number for each expert, which isn't trained. The
-            router then computes in fp32 at least.
+        choice_bias: whether experts are chosen by their weights plus a number for each expert, which isn't trained, see
+            `Router`.
         expert_scale: the factor of the weights, at the end.
         activation, dropout, bias, device, dtype: as in `FeedForward`; the activation has to be one with a name.
 
     Raises:
         InputError: more experts for a token than there are, or an activation without a name.
     """
-
-    choice_bias: Tensor | None
 
     def __init__(
         self,
@@ -146,11 +157,8 @@ class MixtureOfExperts(nn.Module):
         self.router_activation, self.expert_scale = router_activation, expert_scale
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.has_gate = shared_hidden_dim is not None and shared_gate
-        self.router = Router(num_experts + self.has_gate, dim, router_bias, **factory)
-        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        self.register_buffer(
-            "choice_bias", torch.zeros(num_experts, device=device, dtype=wide) if choice_bias else None
-        )
+        num_choices = num_experts if choice_bias else 0
+        self.router = Router(num_experts + self.has_gate, dim, router_bias, num_choices, **factory)
         inner = 2 * hidden_dim if is_gated(self.activation) else hidden_dim
         self.linear1 = StackedLinear(num_experts, dim, inner, bias, **factory)
         self.dropout = nn.Dropout(dropout)
@@ -159,18 +167,10 @@ class MixtureOfExperts(nn.Module):
         if shared_hidden_dim is not None:
             self.shared = FeedForward(dim, shared_hidden_dim, activation, dropout, bias, **factory)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixtureOfExperts:
-        bias = self.choice_bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Its numbers may be large and differ little: the fewer bits of other dtypes would choose other experts.
-        if bias is not None and self.choice_bias is not None and self.choice_bias.itemsize < 4:
-            self.choice_bias = bias.to(self.choice_bias.device)
-        return self
-
     def forward(self, x: Tensor) -> Tensor:
         """Applies the experts to x (..., dim), with a result of the same shape."""
         rows = x.reshape(-1, x.shape[-1])
-        scores = self.router(rows, None if self.choice_bias is None else self.choice_bias.dtype)
+        scores = self.router(rows)
         of_experts = scores[:, : self.num_experts]
         if (recorded := _recorded.get()) is not None:
             recorded.append(of_experts)
@@ -186,10 +186,10 @@ class MixtureOfExperts(nn.Module):
         """Returns the experts of each token (tokens, num_experts_per_tok), and their weights."""
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         weights = scores.sigmoid() if self.router_activation == "sigmoid" else scores.softmax(-1)
-        if self.choice_bias is None:
+        if (choice_bias := self.router.choice_bias) is None:
             weights, experts = weights.topk(self.num_experts_per_tok)
         else:
-            experts = (weights.detach() + self.choice_bias).topk(self.num_experts_per_tok).indices
+            experts = (weights.detach() + choice_bias).topk(self.num_experts_per_tok).indices
             weights = weights.gather(-1, experts)
         if self.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + self.norm_topk_eps)

@@ -268,3 +268,38 @@ def test_accelerate_runs_a_model_without_a_head() -> None:
             model.config.output_router_logits = True
         expected, found = (model(ids, use_cache=False) for model in (plain, fast))
     assert len(found.router_logits) == len(expected.router_logits) == 2
+
+
+def chosen_by(model: Any) -> dict[str, Tensor]:
+    """Returns the numbers by which a model chooses experts, by the places of their layers."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    ends = ("choice_bias", "expert_bias", "correction_bias")
+    return {name.split("layers.")[1].split(".")[0]: each.flatten() for name, each in tensors if name.endswith(ends)}
+
+
+@pytest.mark.parametrize("kind", ["lfm2_moe", "glm4_moe", "afmoe", "ernie4_5_moe"])
+def test_numbers_that_choose_experts_keep_their_bits(kind: str, tmp_path: Path) -> None:
+    """They may be large and differ little, so that rounded to bf16 they would be one number."""
+    theirs = CASES[f"{kind} one layer dense" if kind != "afmoe" else "afmoe windows"].make().bfloat16()
+    for tensor in (*theirs.parameters(), *theirs.buffers()):
+        tensor.requires_grad_(False)
+    wide = {place: 30 + torch.randn(each.shape) / 100 for place, each in chosen_by(theirs).items()}
+    for name, tensor in (*theirs.named_parameters(), *theirs.named_buffers()):
+        if name.endswith(("expert_bias", "correction_bias")):
+            tensor.data = wide[name.split("layers.")[1].split(".")[0]].view(tensor.shape)
+
+    def assert_kept(model: Any) -> None:
+        for place, each in chosen_by(model).items():
+            torch.testing.assert_close(each.float(), wide[place], rtol=0, atol=0)
+
+    ours = from_huggingface(theirs)
+    assert (
+        isinstance(ours, GPT) and ours.output_weight.dtype == torch.bfloat16 and chosen_by(ours).keys() == wide.keys()
+    )
+    ours.save_pretrained(tmp_path)
+    loaded = GPT.from_pretrained(tmp_path)
+    assert loaded.output_weight.dtype == torch.bfloat16
+    for model in (ours, loaded, to_huggingface(ours), copy.deepcopy(ours).half(), copy.deepcopy(ours).double()):
+        assert_kept(model)
+    ids, _ = ids_of(2, 13)
+    assert torch.equal(loaded(ids), ours(ids))

@@ -157,7 +157,7 @@ class _PlainGpt:
         # In fp32, as in transformers: rounded to bf16, different scores give equal weights.
         of_experts = scores[:, : c.num_experts].to(torch.promote_types(x.dtype, torch.float32))
         weights = 1 / (1 + torch.exp(-of_experts)) if c.router_activation == "sigmoid" else of_experts.softmax(-1)
-        added = self.w[f"{place}.choice_bias"] if c.choice_bias else 0.0
+        added = self.w[f"{place}.router.choice_bias"] if c.choice_bias else 0.0
         rows = []
         for token, score, weight in zip(x, scores, weights, strict=True):
             chosen = (weight + added).argsort(descending=True)[: c.num_experts_per_tok]

@@ -288,7 +288,7 @@ def step_of(model: GPT, backend: str | None = None) -> tuple[dict[str, torch.Ten
                 for module, each in zip(mixtures, scores, strict=True):
                     wide = each.to(torch.promote_types(each.dtype, torch.float32))
                     wide = wide.sigmoid() if model.config.router_activation == "sigmoid" else wide.softmax(-1)
-                    added = 0.0 if module.choice_bias is None else module.choice_bias
+                    added = 0.0 if module.router.choice_bias is None else module.router.choice_bias
                     found.append((wide + added).topk(count).indices.view(3, 7, count))
                 experts = torch.stack(found, 1)
         else:

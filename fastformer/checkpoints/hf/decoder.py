@@ -205,7 +205,7 @@ def parts_of(name: str, tensor: Tensor, config: GPTConfig | BERTConfig, count: i
         return (tensor,)
     if ".linear" in name:
         return tensor.chunk(count)
-    if ".router." in name:
+    if name.endswith(".router.weight"):
         return tensor[:-1], tensor[-1:]
     if isinstance(config, GPTConfig) and name.endswith((".self_attn.gates.weight", ".self_attn.in_proj.weight")):
         values = config.linear_value_heads or config.linear_key_heads

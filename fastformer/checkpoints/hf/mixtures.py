@@ -208,7 +208,7 @@ class Experts(NamedTuple):
                 names[f"{own}.mixture.linear2.{kind}"] = tuple(f"{expert}.{down}.{kind}" for expert in experts)
             router: tuple[str, ...] = (f"{place}.{self.router}.weight",)
             if config.choice_bias:
-                names[f"{own}.mixture.choice_bias"] = (f"{place}.{self.choice_bias[0]}",)
+                names[f"{own}.mixture.router.choice_bias"] = (f"{place}.{self.choice_bias[0]}",)
             if config.shared_expert_d_ff is not None:
                 shared, shared_gate, _ = self.shared
                 if shared_gate:
