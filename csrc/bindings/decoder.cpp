@@ -99,6 +99,7 @@ ModelOptions options_of(PyObject* d) {
   reader.optional("decoder_windows", o.decoder_windows);
   reader.optional("rotary_layers", o.rotary_layers);
   reader.optional("linear_key_heads", o.linear_key_heads);
+  reader.optional("mamba_groups", o.mamba_groups);
   reader.optional("layer_head_dims", o.layer_head_dims);
   reader.optional("layer_kv_heads", o.layer_kv_heads);
   reader.optional("key_layers", o.key_layers);

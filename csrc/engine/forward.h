@@ -137,6 +137,8 @@ class Forward {
   void add_states(const Pass& pass, size_t layer);
   void mix_span(const PackedLayer& weights, const Span& span, int64_t key_head);
   void convolve_span(const PackedLayer& weights, const Span& span, int64_t begin, int64_t end);
+  void filter_span(const PackedLayer& weights, const Span& span, int64_t begin, int64_t end);
+  void scan_span(const PackedLayer& weights, const Span& span, int64_t head);
   void run_decoder(const Batch& batch, int threads);
   void add_attention_output(const Pass& pass, size_t layer, Chunk chunk);
   void add_cross_attention(const Pass& pass, size_t layer, Chunk chunk);

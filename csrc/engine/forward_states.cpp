@@ -4,6 +4,9 @@
 // - Gated DeltaNets, linear attention (Yang et al. 2025; fastformer/nn/gated_delta.py has the formulas): a row has a
 //   state for each value head, (key_dim, value_dim), and the last inputs of the convolution. A call handles one key
 //   head and the value heads that share it.
+// - State space models (Dao & Gu 2024; fastformer/nn/mamba.py has the formulas): a row has a state for each head,
+//   (state_dim, head_dim), and the last inputs of the convolution. The convolutions of a span come first, some channels
+//   in a call, and replace their inputs; then a call handles one head.
 // - Gated convolutions (`ShortConv` in fastformer/nn/state_mixing.py): a row has their last inputs. A call handles some
 //   channels.
 
@@ -83,6 +86,36 @@ void run_tokens(const HeadTokens& tokens, float* state) {
   for (; column < tokens.width; column += V::size) run_columns<1>(tokens, state, column);
 }
 
+// Updates R vectors of the columns of a state, (dim, width), by a token: state = decay * state + b * written; and
+// writes the sum of its rows by the factors c.
+template <int R>
+void scan_columns(float* state, int64_t dim, int64_t width, float decay, const float* written, const float* b,
+                  const float* c, float* out) {
+  V sum[R], value[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sum[r] = V(0.f), value[r] = V::load(written + r * V::size);
+  for (int64_t i = 0; i < dim; ++i) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float* const at = state + i * width + r * V::size;
+      const V row = fmadd(V(b[i]), value[r], V(decay) * V::load(at));
+      row.store(at);
+      sum[r] = fmadd(V(c[i]), row, sum[r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sum[r].store(out + r * V::size);
+}
+
+void scan_token(float* state, int64_t dim, int64_t width, float decay, const float* written, const float* b,
+                const float* c, float* out) {
+  int64_t column = 0;
+  for (; column + 4 * V::size <= width; column += 4 * V::size)
+    scan_columns<4>(state + column, dim, width, decay, written + column, b, c, out + column);
+  for (; column < width; column += V::size)
+    scan_columns<1>(state + column, dim, width, decay, written + column, b, c, out + column);
+}
+
 // Gives a vector the length `length`, as far as it isn't near 0.
 void normalise_length(float* x, int64_t n, float length) {
   const float squares = sum_vecs<float>(n, [=](int64_t c, int64_t m) {
@@ -100,13 +133,7 @@ float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 // Adds the stages that mix the tokens of a layer with a state; the result is in context_.
 void Forward::add_states(const Pass& pass, size_t layer) {
   const PackedLayer& weights = pass.stack.layers[layer];
-  const int64_t channels = weights.conv.empty() ? 0 : weights.conv[0].channels();
-  const int64_t parts = weights.conv.empty() ? weights.delta[0].key_heads : (channels + kChannels - 1) / kChannels;
-  const auto mix = [=, this, &weights](const Span& span, int64_t part) {
-    if (weights.conv.empty()) return mix_span(weights, span, part);
-    convolve_span(weights, span, part * kChannels, std::min(channels, (part + 1) * kChannels));
-  };
-  const auto add = [&](int64_t begin, int64_t end) {
+  const auto add = [&](int64_t begin, int64_t end, int64_t parts, const auto& mix) {
     const int64_t all = (end - begin) * parts;
     if (all == 0) return;
     const int64_t tasks = pass.threads == 1 ? 1 : std::min<int64_t>(all, 2 * pass.threads);
@@ -115,8 +142,79 @@ void Forward::add_states(const Pass& pass, size_t layer) {
                            mix(spans[begin + i / parts], i % parts);
                        }});
   };
-  add(pass.steps, pass.spans);  // prompts come first: steps may continue them
-  add(0, pass.steps);
+  const auto add_all = [&](int64_t begin, int64_t end) {
+    if (!weights.delta.empty())
+      add(begin, end, weights.delta[0].key_heads,
+          [=, this, &weights](const Span& span, int64_t head) { mix_span(weights, span, head); });
+    const auto add_channels = [&](int64_t channels, auto mix) {
+      add(begin, end, (channels + kChannels - 1) / kChannels, [=, this, &weights](const Span& span, int64_t part) {
+        (this->*mix)(weights, span, part * kChannels, std::min(channels, (part + 1) * kChannels));
+      });
+    };
+    if (!weights.conv.empty()) add_channels(weights.conv[0].channels(), &Forward::convolve_span);
+    if (weights.mamba.empty()) return;
+    add_channels(weights.mamba[0].channels(), &Forward::filter_span);
+    add(begin, end, weights.mamba[0].heads,
+        [=, this, &weights](const Span& span, int64_t head) { scan_span(weights, span, head); });
+  };
+  add_all(pass.steps, pass.spans);  // prompts come first: steps may continue them
+  add_all(0, pass.steps);
+  for (const Mamba& mamba : weights.mamba)
+    add_rows(pass.rows, pass.threads, [=, this, &mamba, size = mamba.values() / mamba.groups](int64_t r) {
+      float* const row = context_.data() + r * mamba.values();
+      for (int64_t at = 0; at < mamba.values(); at += size)
+        normalise_row<false, false, float, float, float>(row + at, nullptr, nullptr, mamba.norm.data() + at,
+                                                         mamba.no_bias.data(), model_.options.eps, true, size, nullptr,
+                                                         row + at);
+    });
+}
+
+// Replaces some channels of x, b and c of the tokens of a span by their convolutions, and changes the parts of the
+// row's state that belong to them.
+void Forward::filter_span(const PackedLayer& weights, const Span& span, int64_t begin, int64_t end) {
+  const Mamba& mamba = weights.mamba[0];
+  const int64_t ld = padded(weights.qkv.n), channels = mamba.channels(), before = mamba.conv_size - 1;
+  const int64_t length = span.end - span.begin, count = end - begin;
+  float* const state = span.row->state->data() + mamba.state + mamba.heads * mamba.state_dim * mamba.width() + begin;
+  float* const rows = qkv_.data() + span.begin * ld + mamba.values() + begin;
+  const auto input = [=](int64_t t) { return t < 0 ? state + (before + t) * channels : rows + t * ld; };
+  static thread_local std::vector<float> kept;
+  kept.resize(before * count);
+  for (int64_t t = 0; t < before; ++t) std::copy_n(input(length - before + t), count, kept.data() + t * count);
+  for (int64_t t = length - 1; t >= 0; --t)  // backwards: a token reads those before it
+    for_each_vec<float>(count, [&](int64_t c, int64_t n) {
+      V sum = V::load(mamba.conv_bias.data() + begin + c, n);
+      for (int64_t tap = 0; tap <= before; ++tap)
+        sum = fmadd(V::load(input(t - before + tap) + c, n), V::load(mamba.conv.data() + tap * channels + begin + c, n),
+                    sum);
+      (sum * sigmoid(sum)).store(rows + t * ld + c, n);
+    });
+  for (int64_t t = 0; t < before; ++t) std::copy_n(kept.data() + t * count, count, state + t * channels);
+}
+
+// Mixes the tokens of a span for one head, and changes its state. The outputs are multiplied by silu(z).
+void Forward::scan_span(const PackedLayer& weights, const Span& span, int64_t head) {
+  const Mamba& mamba = weights.mamba[0];
+  const int64_t dim = mamba.head_dim, states = mamba.state_dim, width = mamba.width(), values = mamba.values();
+  const int64_t ld = padded(weights.qkv.n), gates_ld = padded(weights.gates.n);
+  const int64_t group = head / (mamba.heads / mamba.groups);
+  float* const state = span.row->state->data() + mamba.state + head * states * width;
+  static thread_local std::vector<float> scratch;
+  scratch.resize(2 * width);
+  float *const written = scratch.data(), *const out = written + width;
+  std::fill_n(written, width, 0.f);
+  for (int64_t t = span.begin; t < span.end; ++t) {
+    const float *const z = qkv_.data() + t * ld + head * dim, *const x = z + values;
+    const float *const b = qkv_.data() + t * ld + 2 * values + group * states, *const c = b + mamba.groups * states;
+    const float dt = softplus(gates_.data()[t * gates_ld + head] + mamba.dt_bias[head]);
+    for_each_vec<float>(dim, [=](int64_t i, int64_t n) { (V::load(x + i, n) * V(dt)).store(written + i, n); });
+    scan_token(state, states, width, std::exp(mamba.rate[head] * dt), written, b, c, out);
+    float* const context = context_.data() + t * values + head * dim;
+    for_each_vec<float>(dim, [=, skip = mamba.skip[head]](int64_t i, int64_t n) {
+      const V gate = V::load(z + i, n);
+      (fmadd(V(skip), V::load(x + i, n), V::load(out + i, n)) * gate * sigmoid(gate)).store(context + i, n);
+    });
+  }
 }
 
 // Convolves some channels of the tokens of a span, and changes the parts of the row's state that belong to them.

@@ -139,6 +139,10 @@ class Names {
   std::string prefix_;
 };
 
+PackedWeight pack_linear(const ModelOptions& o, const Names& names, const std::string& name, int64_t n, int64_t k) {
+  return names.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
+}
+
 // Packs feed-forward networks whose matrices are one below the other.
 std::vector<FeedForward> pack_experts(const ModelOptions& o, const Names& names, int64_t count) {
   const int64_t dim = o.d_model, all = names.rows("linear1.weight", dim), inner = all / count;
@@ -182,13 +186,32 @@ void pack_delta(const ModelOptions& o, const Names& names, PackedLayer& layer) {
   net.rate = names.vector("A_log", heads[0], 0), net.dt_bias = names.vector("dt_bias", heads[0], 0);
   for (float& rate : net.rate) rate = -std::exp(rate);
   net.norm = names.norm("norm", norm[0]);
-  const auto linear = [&](const std::string& name, int64_t n, int64_t k) {
-    return names.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
-  };
-  layer.qkv = linear("in_proj", channels + values, o.d_model);
-  layer.gates = linear("gates", 2 * heads[0], o.d_model);
-  layer.out = linear("out_proj", o.d_model, values);
+  layer.qkv = pack_linear(o, names, "in_proj", channels + values, o.d_model);
+  layer.gates = pack_linear(o, names, "gates", 2 * heads[0], o.d_model);
+  layer.out = pack_linear(o, names, "out_proj", o.d_model, values);
   layer.delta.push_back(std::move(net));
+}
+
+// Packs the parts of a layer that is a state space model.
+void pack_mamba(const ModelOptions& o, const Names& names, PackedLayer& layer) {
+  const std::vector<int64_t>&conv = names.get("conv_weight").shape, &heads = names.get("A_log").shape,
+        &norm = names.get("norm_weight").shape;
+  const int64_t groups = o.mamba_groups;
+  if (conv.size() != 3 || conv[1] != 1 || conv[2] < 1 || heads.size() != 1 || norm.size() != 1 || heads[0] < 1 ||
+      norm[0] < 1 || norm[0] % heads[0] || groups < 1 || heads[0] % groups || conv[0] <= norm[0] ||
+      (conv[0] - norm[0]) % (2 * groups) || o.fine_decoder)
+    throw std::invalid_argument("expected the tensors of a state space model, without fine_decoder");
+  const int64_t values = norm[0], channels = conv[0];
+  Mamba mamba{heads[0], values / heads[0], (channels - values) / (2 * groups), groups, conv[2]};
+  mamba.conv = names.taps("conv_weight"), mamba.conv_bias = names.vector("conv_bias", channels, 0);
+  mamba.rate = names.vector("A_log", heads[0], 0), mamba.dt_bias = names.vector("dt_bias", heads[0], 0);
+  for (float& rate : mamba.rate) rate = -std::exp(rate);
+  mamba.skip = names.vector("D", heads[0], 1);
+  mamba.norm = names.vector("norm_weight", values, 1), mamba.no_bias.resize(values);
+  layer.qkv = pack_linear(o, names, "in_proj", values + channels, o.d_model);
+  layer.gates = pack_linear(o, names, "gates", heads[0], o.d_model);
+  layer.out = pack_linear(o, names, "out_proj", o.d_model, values);
+  layer.mamba.push_back(std::move(mamba));
 }
 
 // Packs the parts of a layer that is a gated convolution.
@@ -198,10 +221,8 @@ void pack_conv(const ModelOptions& o, const Names& names, PackedLayer& layer) {
   if (shape.size() != 3 || shape[0] != dim || shape[1] != 1 || shape[2] < 1 || o.fine_decoder)
     throw std::invalid_argument("expected a convolution (d_model, 1, size), without fine_decoder");
   layer.conv.push_back({shape[2], names.taps("conv_weight")});
-  const auto linear = [&](const std::string& name, int64_t n) {
-    return names.weight(name + ".weight", name + ".bias", 0, n, n, dim, o.precision);
-  };
-  layer.qkv = linear("in_proj", 3 * dim), layer.out = linear("out_proj", dim);
+  layer.qkv = pack_linear(o, names, "in_proj", 3 * dim, dim);
+  layer.out = pack_linear(o, names, "out_proj", dim, dim);
 }
 
 int64_t of_layer(const std::vector<int64_t>& values, size_t layer, int64_t otherwise) {
@@ -218,9 +239,6 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
   layer.keys_of = of_layer(o.key_layers, index, static_cast<int64_t>(index));
   layer.has_keys = layer.keys_of == static_cast<int64_t>(index);
   const int64_t dim = o.d_model, q_dim = o.num_heads * layer.head_dim;
-  const auto linear = [&](const Names& where, const std::string& name, int64_t n, int64_t k) {
-    return where.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
-  };
   const auto head_norm = [&](const Names& where, const std::string& name, int64_t heads) {
     // Either one weight that all heads share, or one for each feature of all heads.
     const bool is_shared = where.get(name).shape == std::vector<int64_t>{layer.head_dim};
@@ -228,7 +246,9 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     return Norm{where.vector(name, size, 1), std::vector<float>(size)};
   };
   const Names own = names.within("self_attn"), cross = names.within("multihead_attn");
-  if (own.find("A_log")) {
+  if (own.find("D")) {
+    pack_mamba(o, own, layer);
+  } else if (own.find("A_log")) {
     pack_delta(o, own, layer);
   } else if (own.find("conv_weight")) {
     pack_conv(o, own, layer);
@@ -236,8 +256,8 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     layer.keys_as_values = layer.has_keys && own.rows("in_proj_weight", dim) == q_dim + layer.kv_dim();
     const int64_t rows = q_dim + (layer.keys_as_values ? 1 : layer.has_keys ? 2 : 0) * layer.kv_dim();
     layer.qkv = own.weight("in_proj_weight", "in_proj_bias", 0, rows, rows, dim, o.precision);
-    layer.out = linear(own, "out_proj", dim, q_dim);
-    if (own.find("gate_proj.weight")) layer.gates = linear(own, "gate_proj", q_dim, dim);
+    layer.out = pack_linear(o, own, "out_proj", dim, q_dim);
+    if (own.find("gate_proj.weight")) layer.gates = pack_linear(o, own, "gate_proj", q_dim, dim);
   }
   if (own.find("q_norm.weight")) {
     layer.q_norm.push_back(head_norm(own, "q_norm.weight", o.num_heads));
@@ -257,7 +277,7 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     const int64_t rows = o.qkv_dim();
     layer.cross_q = cross.weight("in_proj_weight", "in_proj_bias", 0, q_dim, rows, dim, o.precision);
     layer.cross_kv = cross.weight("in_proj_weight", "in_proj_bias", q_dim, rows, rows, dim, o.precision);
-    layer.cross_out = linear(cross, "out_proj", dim, q_dim);
+    layer.cross_out = pack_linear(o, cross, "out_proj", dim, q_dim);
     layer.norm3 = names.norm("norm3", dim);
   }
   if (o.norm_placement != NormPlacement::post)
@@ -271,8 +291,8 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
   if (names.find("layer_input.gate.weight")) {
     const Names input = names.within("layer_input");
     const int64_t size = input.rows("gate.weight", dim);
-    layer.input.push_back(
-        {linear(input, "gate", size, dim), linear(input, "projection", dim, size), input.norm("norm", dim)});
+    layer.input.push_back({pack_linear(o, input, "gate", size, dim), pack_linear(o, input, "projection", dim, size),
+                           input.norm("norm", dim)});
   }
   layer.scale = names.vector("layer_scalar", 1, 1)[0];
   return layer;
@@ -296,6 +316,7 @@ PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross
     const auto place = [&](auto& part) { part.state = stack.state_floats, stack.state_floats += part.state_floats(); };
     for (DeltaNet& net : added.delta) place(net);
     for (ShortConv& conv : added.conv) place(conv);
+    for (Mamba& mamba : added.mamba) place(mamba);
   }
   // The layers of torch.nn end without a norm, unless one is given.
   if (names.find("norm.weight") || (o.norm_placement != NormPlacement::sum && !o.is_bare))

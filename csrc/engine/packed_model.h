@@ -76,6 +76,7 @@ struct ModelOptions {
   int64_t query_growth_length = 1;
   float layer_input_scale = 1;    // the factor for the embeddings that layers have of their own
   int64_t linear_key_heads = 0;   // of queries and keys in layers of linear attention
+  int64_t mamba_groups = 0;       // of heads that share b and c, in layers that are a state space model
   int64_t experts_per_token = 0;  // the number of experts that a router chooses, in layers that have one
   bool norm_topk_prob = true;     // whether the weights of a token's experts are divided by their sum
   float norm_topk_eps = 0;        // is added to that sum
@@ -155,6 +156,21 @@ struct ShortConv {
   int64_t state_floats() const { return (size - 1) * channels(); }
 };
 
+// A state space model (Mamba-2), in the place of self-attention (forward_states.cpp). PackedLayer::qkv gives z, x, b
+// and c; PackedLayer::gates the logits of a head's steps.
+struct Mamba {
+  int64_t heads, head_dim, state_dim, groups, conv_size;
+  std::vector<float> conv, conv_bias;      // (conv_size, channels), (channels)
+  std::vector<float> rate, dt_bias, skip;  // of each head; rate: -exp(A_log)
+  std::vector<float> norm, no_bias;        // of the outputs of all heads, each group of them apart
+  int64_t state = 0;                       // where its part of a row's states begins
+
+  int64_t values() const { return heads * head_dim; }
+  int64_t channels() const { return values() + 2 * groups * state_dim; }  // of x, b and c
+  int64_t width() const { return (head_dim + 15) / 16 * 16; }             // of a row of a state
+  int64_t state_floats() const { return heads * state_dim * width() + (conv_size - 1) * channels(); }
+};
+
 // A layer of the encoder or the decoder; parts that encoder layers lack are empty there.
 struct PackedLayer {
   PackedWeight qkv, out, cross_q, cross_kv, cross_out;
@@ -171,15 +187,16 @@ struct PackedLayer {
   std::vector<Norm> q_norm, k_norm;  // one or none: over each head, or over all heads together
   std::vector<Norm> v_norm;          // one or none: over each head
   std::vector<float> sinks;          // for each head, the score of a key without a value; empty: none
-  PackedWeight gates;                // to the logits of factors of the heads' outputs, or those of `delta`; or empty
+  PackedWeight gates;                // to logits of factors of the heads' outputs, or of `delta` or `mamba`; or empty
   std::vector<DeltaNet> delta;       // one or none
   std::vector<ShortConv> conv;       // one or none
+  std::vector<Mamba> mamba;          // one or none
   std::vector<LayerInput> input;     // one or none: after the feed-forward network
   float scale = 1;                   // the factor for the residual stream at the end
   int64_t window;
   bool rotates = true;  // queries and keys, if the model has rotary positions
 
-  bool attends() const { return delta.empty() && conv.empty(); }
+  bool attends() const { return delta.empty() && conv.empty() && mamba.empty(); }
   bool norms_all_heads() const { return !q_norm.empty() && std::ssize(q_norm[0].weight) != head_dim; }
   int64_t q_dim() const { return out.k; }
   int64_t kv_dim() const { return num_kv_heads * head_dim; }

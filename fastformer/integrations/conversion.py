@@ -65,12 +65,13 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             Olmo3ForCausalLM, CwmForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM,
             Gemma3ForCausalLM or Gemma4ForCausalLM; GPTNeoXForCausalLM or Starcoder2ForCausalLM; MixtralForCausalLM,
             OlmoeForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, GraniteMoeForCausalLM or GptOssForCausalLM;
-            SmolLM3ForCausalLM, GraniteForCausalLM, GraniteMoeHybridForCausalLM (without Mamba), PhiForCausalLM,
+            SmolLM3ForCausalLM, GraniteForCausalLM, GraniteMoeHybridForCausalLM, PhiForCausalLM,
             StableLmForCausalLM or Exaone4ForCausalLM; HunYuanDenseV1ForCausalLM, Ministral3ForCausalLM,
             SeedOssForCausalLM, Ernie4_5ForCausalLM, HeliumForCausalLM, GlmForCausalLM or Glm4ForCausalLM;
-            Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM or Lfm2ForCausalLM; or an encoder, with the
-            head that classifies texts or without one: BertModel and BertForSequenceClassification, and the same classes
-            of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT, NomicBert, Gte and
+            Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM, Lfm2ForCausalLM or Lfm2MoeForCausalLM;
+            Glm4MoeForCausalLM, AfmoeForCausalLM or Ernie4_5_MoeForCausalLM; or an encoder, with the head that
+            classifies texts or without one: BertModel and BertForSequenceClassification, and the same classes of
+            RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT, NomicBert, Gte and
             EuroBert. The head of their ForMaskedLM is omitted.
 
     Raises:

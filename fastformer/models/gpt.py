@@ -59,6 +59,19 @@ def _linear_attention_of(config: GPTConfig, factory: dict[str, Any]) -> dict[str
     }
 
 
+def _mamba_of(config: GPTConfig, factory: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_heads": config.mamba_heads,
+        "head_dim": config.mamba_head_dim,
+        "state_dim": config.mamba_state_dim,
+        "num_groups": config.mamba_groups,
+        "conv_size": config.mamba_conv_size,
+        "conv_bias": config.mamba_conv_bias,
+        "eps": config.layer_norm_eps,
+        **factory,
+    }
+
+
 def _short_conv_of(config: GPTConfig, factory: dict[str, Any]) -> dict[str, Any]:
     return {"conv_size": config.conv_size, **factory}
 
@@ -156,6 +169,7 @@ class GPT(NextTokenModel):
                 "experts": _experts_of(config) if is_sparse else None,
                 "linear_attention": _linear_attention_of(config, factory) if config.linear[index] else None,
                 "short_conv": _short_conv_of(config, factory) if config.conv[index] else None,
+                "mamba": _mamba_of(config, factory) if config.mamba[index] else None,
                 "self_attention": {**attention, **own},
             }
             return DecoderOnlyLayer(config.d_model, config.num_heads, d_ff, **inside, **options)
@@ -294,10 +308,11 @@ class GPT(NextTokenModel):
         """Creates a `KVCache` of this model's sizes without rows, in the dtype of autocast or of the weights.
 
         Raises:
-            ValueError: the model has linear_layers or conv_layers, whose states a `KVCache` doesn't hold.
+            ValueError: the model has layers with states, which a `KVCache` doesn't hold.
         """
         if any(self.config.stateful):
             raise ValueError(
-                "expected a model without linear_layers or conv_layers, whose states a KVCache doesn't hold"
+                "expected a model without layers that have a state (linear_layers, conv_layers, mamba_layers), which a "
+                "KVCache doesn't hold"
             )
         return cache_of(self, max_rows, max_seqlen, max_source_seqlen=0, num_blocks=num_blocks)

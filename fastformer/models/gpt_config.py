@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -23,9 +22,10 @@ _OF_EXPERTS = ("num_experts_per_tok", "norm_topk_prob", "expert_d_ff", "shared_e
                "router_aux_loss_coef", "router_bias", "router_activation", "choice_bias", "norm_topk_eps",
                "expert_scale", "shared_expert_gate")  # fmt: skip
 
-# The settings that only a model with linear_layers, or with conv_layers, has.
+# The settings that only a model with linear_layers, with conv_layers, or with mamba_layers has.
 _OF_LINEAR = ("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim", "linear_conv_size")
 _OF_CONV = ("conv_size",)
+_OF_MAMBA = ("mamba_heads", "mamba_head_dim", "mamba_state_dim", "mamba_groups", "mamba_conv_size", "mamba_conv_bias")
 
 
 @dataclass
@@ -99,6 +99,14 @@ class GPTConfig(StackConfig):
         conv_layers: for each layer, whether it is a `ShortConv`, with a state in the place of keys and values (LFM2);
             at least one layer attends. None: all others attend.
         conv_size: the number of tokens, the current one included, that its convolution reads.
+        mamba_layers: for each layer, whether it is a `Mamba`, with a state in the place of keys and values (Granite 4);
+            at least one layer attends. None: all others attend.
+        mamba_heads: the number of heads there.
+        mamba_head_dim: the size of a head there.
+        mamba_state_dim: the number of rows of a head's state there.
+        mamba_groups: the number of groups of heads there, which share what writes to states and reads from them.
+        mamba_conv_size: the number of tokens, the current one included, that the convolution there reads.
+        mamba_conv_bias: whether that convolution has a bias.
         global_head_dim: head_dim of layers without a window (Gemma 4); None: as in the others.
         global_num_kv_heads: num_kv_heads of layers without a window; None: as in the others.
         value_norm: whether each head's values are divided by their root mean square.
@@ -191,6 +199,13 @@ class GPTConfig(StackConfig):
     norm_topk_eps: Amount = 0.0
     expert_scale: _Cap = 1.0
     shared_expert_gate: bool = True
+    mamba_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
+    mamba_heads: Positive = 48
+    mamba_head_dim: Positive = 64
+    mamba_state_dim: Positive = 128
+    mamba_groups: Positive = 1
+    mamba_conv_size: Positive = 4
+    mamba_conv_bias: bool = True
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -217,7 +232,8 @@ class GPTConfig(StackConfig):
 
     def _check_states(self) -> None:
         """Checks the options of layers that have a state in the place of keys and values."""
-        for kind, options in (("linear_layers", _OF_LINEAR), ("conv_layers", _OF_CONV)):
+        kinds = {"linear_layers": _OF_LINEAR, "conv_layers": _OF_CONV, "mamba_layers": _OF_MAMBA}
+        for kind, options in kinds.items():
             layers = getattr(self, kind)
             if layers is None:
                 for name in options:
@@ -230,10 +246,14 @@ class GPTConfig(StackConfig):
                 )
             if not self.is_causal:
                 raise ValueError(f"expected a causal model for {kind}, got one with is_causal=False")
-        if all(self.stateful) or any(map(operator.and_, self.linear, self.conv)):
+        if all(self.stateful) or any(sum(flags) > 1 for flags in zip(self.linear, self.conv, self.mamba, strict=True)):
             raise ValueError(
-                "expected at least one layer that attends, and no layer in both linear_layers and conv_layers, got "
-                f"{self.linear_layers} and {self.conv_layers}"
+                "expected at least one layer that attends, and no layer in two of linear_layers, conv_layers and "
+                f"mamba_layers, got {self.linear_layers}, {self.conv_layers} and {self.mamba_layers}"
+            )
+        if self.mamba_heads % self.mamba_groups:
+            raise ValueError(
+                f"expected mamba_heads to be a multiple of mamba_groups, got {self.mamba_heads} and {self.mamba_groups}"
             )
         if self.linear_layers is None:
             return
@@ -270,11 +290,8 @@ class GPTConfig(StackConfig):
             raise ValueError(
                 "expected a local_rotary_base, since layers without global_head_dim rotate otherwise, got None"
             )
-        if self.shared_kv_layers and (self.linear_layers is not None or self.conv_layers is not None):
-            raise ValueError(
-                f"expected neither linear_layers nor conv_layers for shared_kv_layers, got {self.linear_layers} and "
-                f"{self.conv_layers}"
-            )
+        if self.shared_kv_layers and any(self.stateful):
+            raise ValueError("expected all layers to attend for shared_kv_layers, got some that have a state")
         if self.shared_kv_layers and self.positions != "rotary":
             raise ValueError(f"expected positions 'rotary' for shared_kv_layers, got {self.positions!r}")
         own = self.num_layers - self.shared_kv_layers
@@ -345,9 +362,14 @@ class GPTConfig(StackConfig):
         return self.conv_layers or (False,) * self.num_layers
 
     @property
+    def mamba(self) -> tuple[bool, ...]:
+        """One flag for each layer: whether it is a `Mamba`."""
+        return self.mamba_layers or (False,) * self.num_layers
+
+    @property
     def stateful(self) -> tuple[bool, ...]:
         """One flag for each layer: whether it has a state in the place of keys and values."""
-        return tuple(map(operator.or_, self.linear, self.conv))
+        return tuple(map(any, zip(self.linear, self.conv, self.mamba, strict=True)))
 
     @property
     def sparse(self) -> tuple[bool, ...]:

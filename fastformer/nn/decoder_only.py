@@ -20,6 +20,7 @@ from fastformer.nn.layers import (
     ResidualStream,
     TransformerEncoderLayer,
 )
+from fastformer.nn.mamba import Mamba
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.state_mixing import ShortConv
 
@@ -48,8 +49,8 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         norm_placement: see above.
         parallel_residual: see above; only with "pre".
         shared_norm: see above; only with parallel_residual.
-        linear_attention, short_conv: the arguments of the `GatedDeltaNet` or `ShortConv` that is `self_attn`; None: it
-            is a `MultiheadAttention`.
+        linear_attention, short_conv, mamba: the arguments of the `GatedDeltaNet`, `ShortConv` or `Mamba` that is
+            `self_attn`; None: it is a `MultiheadAttention`.
         input_dim, has_scalar: see above.
         options: the other arguments of `TransformerEncoderLayer`.
 
@@ -71,6 +72,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         shared_norm: bool = False,
         linear_attention: Mapping[str, Any] | None = None,
         short_conv: Mapping[str, Any] | None = None,
+        mamba: Mapping[str, Any] | None = None,
         input_dim: int | None = None,
         has_scalar: bool = False,
         **options: Any,
@@ -87,6 +89,8 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
             self.self_attn = GatedDeltaNet(d_model, **linear_attention)  # type: ignore[assignment]
         if short_conv is not None:
             self.self_attn = ShortConv(d_model, **short_conv)  # type: ignore[assignment]
+        if mamba is not None:
+            self.self_attn = Mamba(d_model, **mamba)  # type: ignore[assignment]
         if shared_norm:
             self.norm2 = None  # type: ignore[assignment]
         if norm_placement != "pre":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastformer.nn.errors import InputError
 from fastformer.nn.mixture import Router
 from fastformer.nn.norm import AddLayerNorm
-from fastformer.nn.state_mixing import ByRow, StateMixing, causal_conv
+from fastformer.nn.state_mixing import ByRow, StateMixing, causal_conv, decays_in_chunks
 
 _CHUNK = 64
 _EPS = 1e-6  # added to the squares of queries and keys
@@ -140,9 +140,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
         return F.pad(x.to(decay.dtype).transpose(1, 2), (0, 0, 0, rest)).unflatten(2, (-1, size))
 
     q, k, v, log, beta = map(in_chunks, (q, k, v, decay[..., None], beta[..., None]))
-    # From token j to i. Differences of one sum would have lost the digits of small decays behind large ones.
-    between = log.expand(*log.shape[:-1], size).tril(-1).cumsum(-2).exp().tril()
-    before = log.cumsum(-2).exp()  # from the beginning of the chunk on, the token's own included
+    between, before = decays_in_chunks(log)
     written = torch.cat([v, k * before], -1) * beta
     system = (k * beta) @ k.transpose(-1, -2) * between
     # What each token writes: the first part, less the product of the second with the chunk's first state.

@@ -84,6 +84,21 @@ def causal_conv(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv1d(channels, weight.to(channels.dtype), groups=len(weight)).transpose(1, 2)
 
 
+def decays_in_chunks(log: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the factors of a state from one token of a chunk to another.
+
+    Args:
+        log: (..., size, 1), the logarithm of each token's factor, which it applies before it writes.
+
+    Returns:
+        (the factors (..., size, size) from what token j writes to what token i reads, 0 above the diagonal; and those
+        (..., size, 1) from the state before the chunk to what a token reads).
+    """
+    # Differences of one sum would have lost the digits of small decays behind large ones.
+    between = log.expand(*log.shape[:-1], log.shape[-2]).tril(-1).cumsum(-2).exp().tril()
+    return between, log.cumsum(-2).exp()
+
+
 class ShortConv(StateMixing):
     """A gated convolution over a few tokens, the mixing of most layers of LFM2.
 

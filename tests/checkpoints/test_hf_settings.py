@@ -126,6 +126,9 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "attention_dropout": 0.1, "dropout": 0.1, "d_ff": 256, "max_len": 256, "layer_norm_eps": 1e-5}),
     ("granitemoehybrid", {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 80,
                           "mamba_n_heads": 2, "position_embedding_type": "rope"}, {"d_ff": 80, "rotary_layers": None}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4, "mamba_d_state": 16}, {
+        "mamba_layers": (True, False, True, False), "mamba_head_dim": 32, "num_experts": 8, "d_ff": 96,
+        "shared_expert_d_ff": 1024, "shared_expert_gate": False, "mamba_conv_bias": True}),
     ("granitemoehybrid", {"layer_types": ["attention"] * 4, "num_local_experts": 0, "mamba_n_heads": 2}, {
         "d_ff": 1024, "rotary_layers": (False,) * 4}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, {
@@ -195,7 +198,10 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
             "sliding_attention": {"rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_type": "default"}}},
          "window .*'linear'"),
         ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.2}, "residual_dropout.*0.1.*0.2"),
-        ("granitemoehybrid", {"layer_types": ["attention"] * 4}, "num_local_experts of 0, got 8"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention", "conv", "mamba"]}, "layer_types"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 3 + ["attention"], "mamba_proj_bias": True}, "proj_bias"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 3 + ["attention"], "time_step_limit": [0.1, 1]}, "time_step"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 3 + ["attention"], "mamba_d_head": 7}, "mamba_d_head"),
         ("stablelm", {"hidden_dropout": 0.1}, "hidden_dropout .*0.1"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),

@@ -31,11 +31,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "layer_groups": (None, 2), "linear_layers": (None, _SOME), "linear_key_heads": (2, 4),
     "linear_value_heads": (None, 8), "linear_key_dim": (24,), "linear_value_dim": (40,), "linear_conv_size": (3,),
     "router_activation": ("softmax", "sigmoid"), "norm_topk_eps": (0.0, 1e-6, 1e-20), "expert_scale": (1.0, 1.5),
+    "mamba_layers": (None, _SOME), "mamba_heads": (4, 8), "mamba_head_dim": (32,), "mamba_state_dim": (24,),
+    "mamba_groups": (1, 2), "mamba_conv_size": (3,),
     "conv_layers": (None, _SOME), "conv_size": (5,), "query_growth": (0.0, 0.25), "query_growth_length": (32,),
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "embedding_dropout"), (0.0, 0.25)),
     **dict.fromkeys(("bias", "parallel_residual", "is_causal", "norm_topk_prob", "shared_norm", "output_bias",
                      "norm_first", "first_norm", "embedding_norm", "pooler", "attention_gate",
-                     "choice_bias", "shared_expert_gate"), (False, True)),
+                     "choice_bias", "shared_expert_gate", "mamba_conv_bias"), (False, True)),
     **dict.fromkeys(("qkv_bias", "out_bias", "norm_bias", "attention_bias", "linear1_bias"), (None, False, True)),
 }  # fmt: skip
 # Options that mean something together.
@@ -45,7 +47,8 @@ TOGETHER = (
     ("dropout", "embedding_dropout"), ("conv_layers", "conv_size"), ("query_growth", "query_growth_length"),
     ("num_experts", "expert_d_ff", "shared_expert_d_ff", "sparse_layers"),
     ("num_experts", "router_activation", "choice_bias", "norm_topk_eps", "expert_scale"),
-    ("num_experts", "shared_expert_d_ff", "shared_expert_gate"),
+    ("num_experts", "shared_expert_d_ff", "shared_expert_gate"), ("mamba_layers", "mamba_heads", "mamba_groups"),
+    ("mamba_layers", "mamba_heads", "mamba_head_dim", "mamba_state_dim", "mamba_conv_size", "mamba_conv_bias"),
 )  # fmt: skip
 # Names that a family's config of transformers lacks, and that its code or an older version reads.
 UNLISTED = {

@@ -389,6 +389,13 @@ TRAININGS: dict[str, dict[str, Any]] = {
             "linear_conv_size": 3,
         },
     },
+    "a text with other states": {
+        "train_text": "a",
+        "model": {
+            "name": "gpt", "num_layers": 2, "mamba_layers": [True, False], "mamba_heads": 4, "mamba_head_dim": 24,
+            "mamba_state_dim": 16, "mamba_groups": 2, "mamba_conv_size": 3, "mamba_conv_bias": False,
+        },
+    },
     "layers that differ": {
         "train_text": "a",
         "model": {

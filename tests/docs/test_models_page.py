@@ -26,6 +26,7 @@ _SIZES = {
 }  # fmt: skip
 _OF_KIND = {
     "granitemoehybrid": {"mamba_n_heads": 1, "num_local_experts": 0, "layer_types": ["full_attention"]},
+    "lfm2_moe": {"layer_types": ["full_attention"], "num_dense_layers": 0},
     "modernbert": {"num_hidden_layers": 2},  # transformers 5.16 takes no model whose layers are all of one type
 }
 PAGE = (DOCS / "models" / "index.md").read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ OPTIONAL = (
     "num_encoder_layers", "num_decoder_layers", "rms_norm", "parallel_residual", "skips_first_norm", "is_bare", "scale",
     "attention_softcap", "logit_softcap", "padding_idx", "encoder_windows", "decoder_windows",
     "causal_encoder", "experts_per_token", "norm_topk_prob", "norm_topk_eps", "expert_scale", "sigmoid_router",
-    "shared_gate", "rotary_layers", "linear_key_heads",
+    "shared_gate", "mamba_groups", "rotary_layers", "linear_key_heads",
 )  # fmt: skip
 MODELS = {which: model_of(which) for which in ("gpt", "transformer")} if EXT is not None else {}
 

@@ -63,6 +63,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "linear attention, grouped": {**LINEAR, "linear_layers": (False, True, True), "linear_value_heads": 6},
     "linear attention, wide": {"linear_layers": (True, True, False), "linear_key_heads": 1, "linear_value_heads": 2},
     "short convolutions": {"conv_layers": (True, False, True), "conv_size": 4},
+    "state spaces": {
+        "mamba_layers": (True, False, True),
+        "mamba_heads": 3,
+        "mamba_head_dim": 20,
+        "mamba_state_dim": 9,
+    },
+    "state spaces in groups": {
+        "mamba_layers": (False, True, True),
+        "mamba_heads": 6,
+        "mamba_head_dim": 16,
+        "mamba_state_dim": 33,
+        "mamba_groups": 2,
+        "mamba_conv_size": 3,
+        "mamba_conv_bias": False,
+    },
     "experts": {"num_experts": 5, "num_experts_per_tok": 3, "shared_expert_d_ff": 40},
     "experts by other numbers": {
         "num_experts": 5,
@@ -93,16 +108,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 GEMMA4 = ("global heads", "norms of heads", "norms of values", "keys as values", "norms on both sides",
           "inputs of layers", "scalars", "few pairs turn")  # fmt: skip
+_STATES = ("linear", "short", "state")
 NOT_TOGETHER = [
     {"in parallel", "norms behind"}, {"in parallel", "norms on both sides"}, {"learned positions", "two rotations"},
     {"learned positions", "a part rotated"}, {"learned positions", "yarn"},
     {"learned positions", "some layers rotated"}, {"one norm for both", "norms behind"},
     {"one norm for both", "norms on both sides"}, {"one norm for both", "in parallel"},
-    *map(set, itertools.combinations([name for name in OPTIONS if name.startswith(("linear", "short"))], 2)),
+    *map(set, itertools.combinations([name for name in OPTIONS if name.startswith(_STATES)], 2)),
     *({name, other} for name in ("shared keys", "keys of one layer") for other in (
         "windows of layers", "long windows", "two rotations", "some layers rotated", "global heads",
         "wide global heads", "keys as values", "learned positions",
-        *(name for name in OPTIONS if name.startswith(("linear", "short"))))),
+        *(name for name in OPTIONS if name.startswith(_STATES)))),
     {"shared keys", "keys of one layer"},
     {"learned positions", "few pairs turn"}, {"learned positions", "global heads"},
     {"learned positions", "wide global heads"}, {"gates with limits", "inputs of layers"},
@@ -127,6 +143,7 @@ FEW = [
     ("sinks", "long windows", "gates with limits", "biases"),
     ("linear attention, wide", "gates of heads", "biases", "norms of heads", "a part rotated"),
     ("short convolutions", "norms of heads", "a bias on the logits"),
+    ("state spaces in groups", "norms of heads", "biases", "some layers rotated", "experts by other numbers"),
     ("experts by other numbers", "gates of heads", "some layers rotated", "norms on both sides"),
     GEMMA4,
     (*GEMMA4[1:3], "shared keys", *GEMMA4[4:]),

@@ -73,7 +73,7 @@ def _bpe(folder: Path, pre: str) -> Any:
         first = [pre_tokenizers.Digits(individual_digits=True)]
     elif pre == "afmoe":
         first = [pre_tokenizers.Split(Regex(each), "isolated") for each in _TRINITY]
-    elif pre in ("llama-bpe", "lfm2", "glm4", "chatglm-bpe", "qwen2"):
+    elif pre in ("llama-bpe", "lfm2", "glm4", "chatglm-bpe", "qwen2", "dbrx"):
         first = [pre_tokenizers.Split(Regex(_QWEN2 if pre == "qwen2" else _LLAMA3), "isolated")]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*first, level])
     if pre == "qwen2":
@@ -163,6 +163,11 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
     "head_dim": 32,
 }  # fmt: skip
+_GRANITE4: dict[str, Any] = {
+    "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 64,
+    "mamba_n_heads": 4, "mamba_d_state": 32, "mamba_d_head": 16, "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.0, "tie_word_embeddings": True,
+}  # fmt: skip
 CASES: dict[str, Case] = {
     "llama": ("Llama", {**_GROUPED, "rope_parameters": _SCALING}, _bpe, "llama-bpe", "q8_0"),
     "mistral": ("Mistral", {**_GROUPED, "sliding_window": None, "head_dim": 16}, _pieces, "default", "f16"),
@@ -224,6 +229,11 @@ CASES: dict[str, Case] = {
     "erniemoe": ("Ernie4_5_Moe", {**_GROUPED, "moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 2,
                                   "moe_intermediate_size": 32, "experts_implementation": "eager"}, _pieces,
                  "default", "q8_0"),
+    "granite4": ("GraniteMoeHybrid", {**_GROUPED, **_GRANITE4, "num_local_experts": 4, "intermediate_size": 32,
+                                      "num_experts_per_tok": 2, "experts_implementation": "eager"}, _bpe, "dbrx",
+                 "q8_0"),
+    "granite4h": ("GraniteMoeHybrid", {**_GROUPED, **_GRANITE4, "num_local_experts": 0, "num_experts_per_tok": 0}, _bpe,
+                  "dbrx", "q8_0"),
     "mistral3": ("Ministral3", {**_GROUPED, "head_dim": 16, "rope_parameters": _GROWING}, _bpe, "llama-bpe", "q8_0"),
     "hunyuan": ("HunYuanDenseV1", {**_GROUPED, "head_dim": 16, "eod_token_id": 1, "max_position_embeddings": 32768,
                                    "rope_parameters": _ALPHA, "tie_word_embeddings": True}, _bpe, "qwen2", "q8_0"),
@@ -287,6 +297,9 @@ def write(name: str, case: Case) -> dict[str, Any]:
         model = getattr(transformers, f"{kind}{ends.get(kind, 'ForCausalLM')}")(config).eval()
         _rounded(model, "f16" if out == "mxfp4" else out)
         model.save_pretrained(path)
+        if "layer_types" in settings and kind.startswith("Granite"):  # version 5 has other words, which the converter
+            saved = json.loads((path / "config.json").read_text())  # doesn't read
+            (path / "config.json").write_text(json.dumps({**saved, "layer_types": settings["layer_types"]}))
         if out == "mxfp4":
             to_mxfp4(path, model)
             out = "f16"  # of the other matrices

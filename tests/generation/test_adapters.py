@@ -63,7 +63,7 @@ def logits_of(
 def test_a_family_computes_as_peft_does_or_the_model_that_contains_the_adapter(kind, tmp_path):
     case: Case = FAMILIES[kind]
     model = case.make()
-    modules = [name for name in linears(model) if "shared_expert" not in name]
+    modules = [name for name in linears(model) if "shared_expert" not in name and ".router." not in name]
     folder = write_adapter(tmp_path / "adapter", model, modules, alpha_pattern={modules[0]: 11}, use_rslora=True)
     converted = from_huggingface(model)
     ids = torch.randint(3, VOCAB, (1, 21), generator=torch.Generator().manual_seed(7))
@@ -72,7 +72,8 @@ def test_a_family_computes_as_peft_does_or_the_model_that_contains_the_adapter(k
     found = logits_of(converted, ids[0].tolist(), load_adapter(folder, converted))
     assert (exact - model(ids).logits[0, 11:]).abs().max() > 0.5
     assert_close(found, plain, exact)
-    if importlib.util.find_spec("peft") is not None:
+    # peft takes the gates of Trinity's attention for a part of its experts, and refuses them.
+    if importlib.util.find_spec("peft") is not None and case.kind != "afmoe":
         from peft import PeftModel
 
         whole = PeftModel.from_pretrained(copy.deepcopy(model), folder)

@@ -142,6 +142,7 @@ _GROUPED = {"num_key_value_heads": 2}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, **_GROUPED}
 _TYPES = ["sliding_attention", "full_attention"]
 _MOE = {"moe_intermediate_size": 20}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 10, "mamba_expand": 2}
 GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 44, "mamba_n_heads": 1,
              "layer_types": ["full_attention"] * 2}  # fmt: skip
 _SHARED = {**_MOE, "shared_expert_intermediate_size": 28}
@@ -237,6 +238,14 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
                    "logits_scaling": 4.0, "position_embedding_type": "rope", "attention_bias": True,
                    "tie_word_embeddings": True, **_GROUPED},
         "without positions": {**GRANITE4, "attention_multiplier": 0.4},
+        "mamba": {**GRANITE4, **MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                  "num_hidden_layers": 3, "residual_multiplier": 0.5, "logits_scaling": 2.0, **_GROUPED},
+        "mamba with experts": {**GRANITE4, **MAMBA, "num_local_experts": 5, "num_experts_per_tok": 3,
+                               "layer_types": ["linear_attention", "full_attention"], "residual_multiplier": 0.5,
+                               "embedding_multiplier": 3.0, "router_aux_loss_coef": 0.5, **_GROUPED},
+        "mamba in groups": {**GRANITE4, **MAMBA, "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_conv_bias": False,
+                            "mamba_n_heads": 6, "mamba_d_head": 8, "layer_types": ["full_attention",
+                            "linear_attention"], "position_embedding_type": "rope", "attention_multiplier": 0.4},
     },
     "phi": {"plain": {"num_attention_heads": 3}, "tied": {"num_attention_heads": 2, "tie_word_embeddings": True,
                       "num_key_value_heads": 1, "hidden_act": "gelu"}},
@@ -468,6 +477,7 @@ def drawn(kind: str, seed: int) -> Case:
     if kind == "granitemoehybrid":
         options |= {**GRANITE4, "layer_types": ["full_attention"] * depth}
         options["position_embedding_type"] = rng.choice(("rope", None))
+        options |= _drawn_mamba(rng, depth, hidden)
     if kind.startswith("granite"):
         options |= {
             f"{name}_multiplier": rng.choice((0.3, 1.0, 4.0)) for name in ("embedding", "residual", "attention")
@@ -521,6 +531,17 @@ def _drawn_convolutions(kind: str, rng: random.Random, depth: int) -> dict[str, 
     }  # fmt: skip
     drawn = drawn if kind == "lfm2" else {name: drawn[name] for name in ("layer_types", "conv_L_cache")}
     return drawn if kind.startswith("lfm2") else {}
+
+
+def _drawn_mamba(rng: random.Random, depth: int, hidden: int) -> dict[str, Any]:
+    full, groups, expand = rng.randrange(depth), rng.choice((1, 2)), rng.choice((1, 2, 3))
+    heads = rng.choice([n for n in range(groups, expand * hidden + 1, groups) if expand * hidden % n == 0])
+    return {
+        "layer_types": [rng.choice(_LINEAR_TYPES[:2]) if layer != full else "full_attention" for layer in range(depth)],
+        "mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_state": rng.randint(1, 20),
+        "mamba_d_head": expand * hidden // heads, "mamba_expand": expand, "mamba_d_conv": rng.randint(1, 5),
+        "mamba_conv_bias": rng.random() < 0.5, "num_local_experts": rng.choice((0, 3)), "num_experts_per_tok": 2,
+    }  # fmt: skip
 
 
 def _drawn_linear(rng: random.Random, depth: int) -> dict[str, Any]:

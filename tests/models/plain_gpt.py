@@ -72,6 +72,8 @@ class _PlainGpt:
         c, n, layer = self.c, self.n, int(name.split(".")[2])
         if c.linear[layer]:
             return self.mix(x, name)
+        if c.mamba[layer]:
+            return self.scan(x, name)
         if c.conv[layer]:
             b, gate, u = self.linear(x, f"{name}.in_proj").chunk(3, -1)
             return self.linear(gate * self.convolve(b * u, name), f"{name}.out_proj")
@@ -147,6 +149,26 @@ class _PlainGpt:
             rows.append(torch.einsum("hkv,hk->hv", state, q[i]))
         out = self.norm(torch.stack(rows), f"{name}.norm", True).flatten(1)
         return self.linear(out * F.silu(z), f"{name}.out_proj")
+
+    def scan(self, x: Tensor, name: str) -> Tensor:
+        """Applies a state space model, one token after another."""
+        c, n, heads, groups = self.c, self.n, self.c.mamba_heads, self.c.mamba_groups
+        values = heads * c.mamba_head_dim
+        z, xbc = self.linear(x, f"{name}.in_proj").split([values, values + 2 * groups * c.mamba_state_dim], -1)
+        xbc = F.silu(self.convolve(xbc, name) + self.w.get(f"{name}.conv_bias", 0.0))
+        x_in, b, read = xbc.split([values, groups * c.mamba_state_dim, groups * c.mamba_state_dim], -1)
+        x_in = x_in.view(n, heads, -1)
+        b, read = (t.view(n, groups, -1).repeat_interleave(heads // groups, 1) for t in (b, read))
+        dt = torch.log1p(torch.exp(self.linear(x, f"{name}.gates") + self.w[f"{name}.dt_bias"]))
+        state, rows = x.new_zeros(heads, c.mamba_state_dim, c.mamba_head_dim), []
+        for i in range(n):
+            decay = torch.exp(-self.w[f"{name}.A_log"].exp() * dt[i])
+            written = torch.einsum("hs,hd->hsd", b[i] * dt[i][:, None], x_in[i])
+            state = state * decay[:, None, None] + written
+            rows.append(torch.einsum("hsd,hs->hd", state, read[i]) + self.w[f"{name}.D"][:, None] * x_in[i])
+        out = (torch.stack(rows).flatten(1) * F.silu(z)).view(n, groups, -1)
+        out = out / torch.sqrt((out**2).mean(-1, keepdim=True) + c.layer_norm_eps)
+        return self.linear(out.flatten(1) * self.w[f"{name}.norm_weight"], f"{name}.out_proj")
 
     def feed(self, x: Tensor, name: str) -> Tensor:
         """Applies a layer's feed-forward network, or its experts to one token after the other."""

@@ -1,4 +1,4 @@
-"""Linear attention in chunks computes what its recurrence computes, one token after another."""
+"""Linear attention and state spaces in chunks compute what their recurrences do, one token after another."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import SequenceLayout
 from fastformer.nn.gated_delta import GatedDeltaNet, gated_delta_rule
+from fastformer.nn.mamba import Mamba, scan
 from fastformer.nn.state_mixing import ShortConv
 from tests.checks import assert_accurate
 from tests.nn.comparing import assert_same
@@ -78,6 +79,40 @@ def test_in_fp32_chunks_are_as_accurate_as_the_recurrence(length) -> None:
         assert_accurate(ours, plain, exact, name)
 
 
+def scanned(x: Tensor, b: Tensor, c: Tensor, decay: Tensor) -> Tensor:
+    """A state space model's recurrence, with a state for each head."""
+    state, outputs = x.new_zeros(x.shape[0], x.shape[2], b.shape[-1], x.shape[-1]), []
+    for t in range(x.shape[1]):
+        state = state * decay[:, t].exp()[..., None, None] + b[:, t, ..., None] * x[:, t, ..., None, :]
+        outputs.append((state * c[:, t, ..., None]).sum(-2))
+    return torch.stack(outputs, 1)
+
+
+def scan_inputs(length: int, seed: int = 0) -> list[Tensor]:
+    q, k, v, decay, _ = inputs(length, 3, 3, seed)
+    return [v, k, q, decay]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_chunks_of_a_state_space_compute_the_recurrence_with_its_gradients(length) -> None:
+    given = scan_inputs(length)
+    pairs = zip(results(scan, given, torch.float64), results(scanned, given, torch.float64), strict=True)
+    for name, (one, other) in zip(("output", "x", "b", "c", "decay"), pairs, strict=True):
+        assert_same(one, other, name, 1e-9)
+
+
+@pytest.mark.parametrize("length", (65, 200))
+def test_in_fp32_chunks_of_a_state_space_are_as_accurate(length) -> None:
+    given = [scan_inputs(length, seed) for seed in range(4)]
+    found = [
+        [results(rule, each, dtype) for each in given]
+        for rule, dtype in ((scan, torch.float32), (scanned, torch.float32), (scanned, torch.float64))
+    ]
+    for i, name in enumerate(("output", "dv", "dk", "dq", "decay")):
+        ours, plain, exact = (torch.stack([each[i] for each in draws]) for draws in found)
+        assert_accurate(ours, plain, exact, name)
+
+
 LINEAR = {"linear_layers": (True, False), "linear_key_heads": 2, "linear_key_dim": 8, "linear_value_dim": 6}
 
 
@@ -86,7 +121,12 @@ def module(**options: Any) -> GatedDeltaNet:
     return GatedDeltaNet(16, 2, 4, 8, 6, **options).double()
 
 
-@pytest.mark.parametrize("make", [module, lambda: ShortConv(16).double()], ids=["GatedDeltaNet", "ShortConv"])
+def mamba(**options: Any) -> Mamba:
+    torch.manual_seed(0)
+    return Mamba(16, 4, 6, 5, 2, **options).double()
+
+
+@pytest.mark.parametrize("make", [module, lambda: ShortConv(16).double(), mamba], ids=["delta", "conv", "mamba"])
 def test_packed_sequences_are_as_if_alone(make) -> None:
     """Neither a state nor the inputs of the convolution go on from one sequence to the next."""
     net, lengths = make(), [5, 1, 70, 0, 64, 129]
@@ -104,7 +144,10 @@ def test_packed_sequences_are_as_if_alone(make) -> None:
         assert_same(padded[i, : len(row)], alone, "padded", 1e-11)
 
 
-@pytest.mark.parametrize("options", [LINEAR, {"conv_layers": (False, True), "conv_size": 4}], ids=["linear", "conv"])
+_MAMBA = {"mamba_layers": (True, False), "mamba_heads": 4, "mamba_head_dim": 6, "mamba_state_dim": 5}
+
+
+@pytest.mark.parametrize("options", [LINEAR, {"conv_layers": (False, True), "conv_size": 4}, _MAMBA])
 def test_a_model_is_trained_on_packed_texts_as_on_padded_ones(options) -> None:
     torch.manual_seed(0)
     config = GPTConfig(50, 24, 4, num_layers=2, attention_gate=True, **options)
@@ -130,8 +173,9 @@ def test_a_model_is_trained_on_packed_texts_as_on_padded_ones(options) -> None:
         assert_same(gradients[1][name], gradient, name, 1e-9)
 
 
-def test_the_whole_module_has_the_right_gradients() -> None:
-    net, x = module(conv_size=2), torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("make", [module, mamba])
+def test_the_whole_module_has_the_right_gradients(make) -> None:
+    net, x = make(conv_size=2), torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in net.named_parameters()]
 
     def call(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -152,23 +196,30 @@ def test_calls_that_a_state_cannot_answer_are_refused() -> None:
     for sizes in ((16, 0, 4, 8, 6), (16, 3, 4, 8, 6), (16, 2, 4, 8, 0)):
         with pytest.raises(ValueError, match="num_value_heads"):
             GatedDeltaNet(*sizes)
+    for sizes in ((16, 3, 4, 8, 2), (16, 2, 0, 8, 2), (16, 2, 4, 8, 0)):
+        with pytest.raises(ValueError, match="num_groups"):
+            Mamba(*sizes)
     for dim, size in ((0, 3), (16, 0)):
         with pytest.raises(ValueError, match="sizes"):
             ShortConv(dim, size)
     config = GPTConfig(50, 24, 4, num_layers=2, linear_layers=(True, False))
     assert F.softplus(GPT(config).decoder.layers[0].self_attn.dt_bias).min() > 1  # as Qwen3.5 begins
-    for own in (config, GPTConfig(50, 24, 4, num_layers=2, conv_layers=(True, False))):
+    others = ({"conv_layers": (True, False)}, {"mamba_layers": (True, False)})
+    for own in (config, *(GPTConfig(50, 24, 4, num_layers=2, **each) for each in others)):
         with pytest.raises(ValueError, match="KVCache"):
             GPT(own).new_cache(1, 8)
     for options, what in (
         ({"conv_layers": (True, True)}, "conv_layers"), ({"conv_layers": (True,)}, "conv_layers"),
-        ({"conv_layers": (True, False), "linear_layers": (True, False)}, "both"), ({"conv_size": 2}, "conv_layers"),
+        ({"conv_layers": (True, False), "linear_layers": (True, False)}, "in two"), ({"conv_size": 2}, "conv_layers"),
         ({"conv_layers": (True, False), "linear_layers": (False, True)}, "attends"),
         ({"conv_layers": (True, False), "is_causal": False}, "causal"),
         ({"conv_layers": (True, False), "positions": "rotary", "shared_kv_layers": 1}, "shared_kv_layers"),
         ({"linear_layers": (True, True)}, "linear_layers"), ({"linear_layers": (True,)}, "linear_layers"),
         ({"linear_key_heads": 2}, "linear_layers"), ({"linear_layers": (True, False), "is_causal": False}, "causal"),
         ({"linear_layers": (True, False), "linear_value_heads": 24}, "multiple"),
+        ({"mamba_layers": (True, True)}, "mamba_layers"), ({"mamba_state_dim": 8}, "mamba_layers"),
+        ({"mamba_layers": (True, False), "conv_layers": (True, False)}, "in two"),
+        ({"mamba_layers": (True, False), "mamba_groups": 5}, "multiple"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=what):
             GPTConfig(50, 24, 4, num_layers=2, **options)

@@ -45,6 +45,13 @@ _BIASED = {
     **_LLAMA, "ffn_gate_inp": "mlp.gate", "exp_probs_b": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }  # fmt: skip
+_MAMBA = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_a": "mamba.A_log", "ssm_d": "mamba.D",
+    "ssm_dt": "mamba.dt_bias", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
+    "ffn_gate_inp": "block_sparse_moe.router",
+    **{f"ffn_{part}{end}": f"shared_mlp.{name}" for end in ("", "_shexp") for part, name in
+       (("gate", "gate_proj"), ("up", "up_proj"), ("down", "output_linear"))},
+}  # fmt: skip
 _PHI2 = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.dense", "attn_norm": "input_layernorm", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
@@ -141,6 +148,11 @@ ARCHITECTURES: dict[str, Architecture] = {
          "ffn_gate_inp": "mlp.router.gate", "post_attention_norm": "post_attention_layernorm",
          "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
         experts=_QWEN_EXPERTS, is_written=False,
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        {**_ATTENTION, **_NORMS, **_MAMBA}, is_permuted=True, experts=_QWEN_EXPERTS, mixture="block_sparse_moe",
+        is_written=False,
     ),
     "phi3": Architecture("phi3", {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "mistral3": Architecture("ministral3", _LLAMA, is_permuted=True, is_written=False),

@@ -14,11 +14,22 @@ from torch import Tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 # The tensors of whose modules nothing but this remains.
-BARE = ("ssm_a", "ssm_dt")
+BARE = ("ssm_a", "ssm_d", "ssm_dt")
 _SIZES = {
     "linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size", "linear_num_key_heads":
     "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
 }  # fmt: skip
+
+
+def check_negative(stem: str, tensor: Tensor) -> Tensor:
+    """Returns the numbers of a tensor times -1, in fp64.
+
+    Raises:
+        ValueError: one is not below 0.
+    """
+    if not bool((tensor < 0).all()):
+        raise ValueError(f"expected negative numbers in {stem}")
+    return -tensor.double()
 
 
 def linear_settings(values: Any, depth: int) -> dict[str, Any]:
@@ -66,9 +77,7 @@ def linear_tensors(settings: dict[str, Any]) -> Callable[[str, Any], Tensor]:
             if heads > key_heads:
                 result = tensor[:, order] if dim else tensor[order]
         if stem == "ssm_a":
-            if not bool((result < 0).all()):
-                raise ValueError("expected negative numbers in ssm_a")
-            return (-result.double()).log()
+            return check_negative(stem, result).log()
         return result[:, None] if stem == "ssm_conv1d" else result
 
     return converted

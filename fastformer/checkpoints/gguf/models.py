@@ -22,6 +22,7 @@ from fastformer.checkpoints.gguf.blocks import BLOCKS, Kind, numbers
 from fastformer.checkpoints.gguf.file import GGUF, Stored, first_value, read_gguf
 from fastformer.checkpoints.gguf.gemma4 import gemma4_settings
 from fastformer.checkpoints.gguf.linear_attention import BARE, linear_settings, linear_tensors
+from fastformer.checkpoints.gguf.mamba import key_heads, mamba_settings, mamba_tensor
 from fastformer.checkpoints.gguf.tokenizers import Vocabulary, decoder_tokenizer, encoder_tokenizer, read_vocabulary
 from fastformer.checkpoints.hf import FAMILIES, encoding_family
 from fastformer.checkpoints.hf.common import Checkpoint, check_empty, load_foreign, taken
@@ -40,7 +41,7 @@ from fastformer.special_ids import SpecialIds
 _ARCHITECTURE = "general.architecture"
 _FURTHER = "nextn_predict_layers"  # behind the others: they predict further tokens, which the family doesn't read
 _ENCODERS = ("bert", "nomic-bert")
-_OWN_HEADS = ("gemma4", "lfm2", "lfm2moe")  # their layers have other numbers of key heads, or none
+_OWN_HEADS = ("gemma4", "lfm2", "lfm2moe", "granitehybrid")  # their layers have other numbers of key heads, or none
 _LENGTH = "original_max_position_embeddings"
 _ROPE = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
@@ -159,8 +160,10 @@ class _Values:
     @property
     def architecture(self) -> Architecture:
         """What the file's architecture is, which depends on its experts."""
-        has_experts = self.name == "llama" and self.number("expert_count", 0)
-        return MIXTRAL if has_experts else ARCHITECTURES[self.name]
+        architecture, has_experts = ARCHITECTURES[self.name], self.number("expert_count", 0)
+        if self.name == "granitehybrid":
+            return architecture if has_experts else architecture._replace(experts={})
+        return MIXTRAL if self.name == "llama" and has_experts else architecture
 
     def raw(self, key: str) -> Any:
         return self._file.values.get(f"{self.name}.{key}")
@@ -195,6 +198,7 @@ _BIASES: dict[str, dict[str, str]] = {
     "glm4": {"attention_bias": "attn_q"},
     "glm4_moe": {"attention_bias": "attn_q"},
 }
+_BUT_HEADS = {name: key for name, key in SETTINGS.items() if name != "num_key_value_heads"}
 _GRANITE = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale", "residual_multiplier":
     "residual_scale",
@@ -223,13 +227,15 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
         return settings | gemma4_settings(file, values, divisors)
     if name.startswith("lfm2"):
         settings |= _lfm2_settings(values)
+    if name == "granitehybrid":
+        settings |= {**values.settings(_BUT_HEADS), **mamba_settings(file, values)}
     eps = _EPS.get(name, "rms_norm_eps")
     settings[eps] = values.number(f"attention.layer_norm_{'rms_' if eps == 'rms_norm_eps' else ''}epsilon")
     if name == "gpt2":
         return settings
     if values.raw(_FURTHER):
         settings["num_hidden_layers"] -= int(values.number(_FURTHER))
-    if "ssm_out" in architecture.layer:
+    if "ssm_alpha" in architecture.layer:
         settings |= linear_settings(values, settings["num_hidden_layers"])
     if settings.get("sliding_window") == 0:
         del settings["sliding_window"]
@@ -269,13 +275,9 @@ def _settings(file: GGUF, values: _Values, vocabulary: Vocabulary) -> dict[str, 
 
 def _lfm2_settings(values: _Values) -> dict[str, Any]:
     """Returns the settings of an LFM2, whose layers that don't attend have no key heads."""
-    depth, listed = int(values.number("block_count")), values.raw("attention.head_count_kv")
-    heads = listed if isinstance(listed, list) else [listed] * depth
-    if len(heads) != depth or not all(isinstance(each, int) for each in heads) or len({*heads} - {0}) != 1:
-        raise ValueError(f"expected attention.head_count_kv of {depth} layers, one number or 0, got {listed!r:.60}")
-    names = {name: key for name, key in SETTINGS.items() if name != "num_key_value_heads"}
+    heads = key_heads(values)
     return {
-        **values.settings(names),
+        **values.settings(_BUT_HEADS),
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if each else "conv" for each in heads],
         "norm_eps": values.number("attention.layer_norm_rms_epsilon"),
@@ -454,7 +456,7 @@ def _numbers(stored: Stored) -> Tensor:
 def _state(file: GGUF, values: _Values, architecture: Architecture, settings: dict[str, Any]) -> dict[str, Tensor]:
     """Returns the tensors under the names of the family, with its numbers."""
     heads = int(values.number("attention.head_count"))
-    kv_heads = 0 if values.name in _OWN_HEADS else int(values.number("attention.head_count_kv", heads))
+    kv_heads = int(settings.get("num_key_value_heads") or heads)
     state: dict[str, Tensor] = {}
     own_of = linear_tensors(settings) if "linear_num_key_heads" in settings else None
     for name in file.tensors:
@@ -472,6 +474,7 @@ def _state(file: GGUF, values: _Values, architecture: Architecture, settings: di
         if stem == "ffn_gate_inp_shexp" and tensor.dim() == 1:
             tensor = tensor[None]
         tensor = tensor[:, None] if stem == "shortconv.conv" else tensor
+        tensor = mamba_tensor(stem, kind, tensor) if "ssm_d" in architecture.layer else tensor
         parts = {stem: tensor if own_of is None else own_of(stem, tensor)}
         if stem == "attn_qkv" and "attn_qkv" not in architecture.layer:
             head = len(tensor) // (heads + 2 * kv_heads)

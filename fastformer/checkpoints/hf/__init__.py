@@ -18,6 +18,7 @@ from fastformer.checkpoints.hf import (
     gemma,
     gemma4,
     gpt2,
+    granite4,
     lfm2,
     llama,
     llama_kin,
@@ -53,6 +54,7 @@ DECODER_FORMS: dict[str, Form] = {
     **llama_kin.FORMS,
     **qwen_hybrid.FORMS,
     **lfm2.FORMS,
+    **granite4.FORMS,
     **neighbours.FORMS,
 }
 # The families that a `BERT` may be saved as, likewise.
@@ -153,7 +155,10 @@ def encoding_family(kind: str | None) -> Family | None:
 
     def to_model(saved: Checkpoint) -> Transformer | GPT | BERT:
         state = {name: tensor for name, tensor in saved.state.items() if name not in (*heads, "score.weight")}
-        return whole.to_model(saved._replace(state=state, settings={**saved.settings, "tie_word_embeddings": True}))
+        model = whole.to_model(saved._replace(state=state, settings={**saved.settings, "tie_word_embeddings": True}))
+        if isinstance(model, GPT) and any(model.config.stateful):
+            raise ValueError(f"expected a {family.name} whose layers attend, as encoders of texts do, got a Mamba")
+        return model
 
     read = functools.partial(encoder_tokenizers.read_tokenizer, kind)
     return family._replace(to_model=to_model, read_tokenizer=read, kind="encoder")

@@ -162,8 +162,8 @@ def _converted(factors: Mapping[str, tuple[Tensor, Tensor]], model: GPT, setting
     for form, model_settings in _forms(model, factors):
         linears = dict(_linears(form, model))
         modules = [module for parts in linears.values() for module in parts]
-        pairs = _opened(factors, form, model_settings)
-        _check_modules(pairs, modules, settings)
+        pairs, parts_of = _opened(factors, form, model_settings)
+        _check_modules(pairs, modules, settings, parts_of)
         results.append(
             {
                 name: _whole(name, [pairs.get(module) for module in parts], parts, form, model)
@@ -184,13 +184,23 @@ def _converted(factors: Mapping[str, tuple[Tensor, Tensor]], model: GPT, setting
 
 def _opened(
     factors: Mapping[str, tuple[Tensor, Tensor]], form: Form, settings: Mapping[str, Any]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns the factors of the modules that the form's names have, of which one of the family may be several."""
-    return {
-        name.removesuffix(".weight"): (a, opened)
-        for module, (a, b) in factors.items()
-        for name, opened in form.open({f"{module}.weight": b}, settings).items()
-    }
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, set[str]]]:
+    """Returns the factors of the modules that the form's names have, and the last names of those that one consists of.
+
+    A module of the family may be several of these, whose last names are given by its own.
+    """
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    parts_of: dict[str, set[str]] = {}
+    for module, (a, b) in factors.items():
+        opened = form.open({f"{module}.weight": b}, settings)
+        own = {name.removesuffix(".weight"): (a, part) for name, part in opened.items()}
+        parts_of.setdefault(_last(module), set()).update(map(_last, own))
+        pairs |= own
+    return pairs, parts_of
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def _forms(model: GPT, factors: Iterable[str]) -> list[tuple[Form, Mapping[str, Any]]]:
@@ -230,13 +240,17 @@ def _linears(form: Form, model: GPT) -> Iterator[tuple[str, list[str]]]:
             yield name, [form.prefix + part.removesuffix(".weight") for part in parts]
 
 
-def _check_modules(factors: Mapping[str, Any], modules: Sequence[str], settings: Mapping[str, Any]) -> None:
+def _check_modules(
+    factors: Mapping[str, Any], modules: Sequence[str], settings: Mapping[str, Any], parts_of: Mapping[str, set[str]]
+) -> None:
     """Raises ValueError unless the adapter has factors for just the modules that its settings name."""
-    kinds = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
+    kinds = ", ".join(sorted({*map(_last, modules)}))
     if unknown := factors.keys() - set(modules):
         raise ValueError(f"expected an adapter of the model's modules {kinds}, got one of {min(unknown)!r:.120}")
     targets = settings["target_modules"]
     if isinstance(targets, list):
+        split = [target.rpartition(".") for target in targets]
+        targets = [f"{place}{dot}{part}" for place, dot, last in split for part in sorted(parts_of.get(last, {last}))]
         for target in targets:
             if not any(_names(target, module) for module in modules):
                 raise ValueError(f"expected target_modules among {kinds}, got {target!r:.60}, which the model lacks")

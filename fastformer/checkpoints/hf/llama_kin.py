@@ -1,4 +1,4 @@
-"""Families that add a little to Llama or GPT-NeoX, such as SmolLM3, Granite (without Mamba), Phi and EXAONE 4.
+"""Families that add a little to Llama or GPT-NeoX, such as SmolLM3, Granite, Phi and EXAONE 4.
 
 Granite multiplies embeddings, the outputs of sub-layers, scores and logits by factors. Those of embeddings and scores
 are options of a `GPT`. The others are multiplied into the weights that they follow: of a sub-layer's last matrix, and
@@ -33,7 +33,7 @@ from fastformer.models import GPTConfig
 logger = logging.getLogger(__name__)
 # The ends of the names of what is added to the residual stream; a tensor of all experts has no kind.
 _SUB_LAYERS = (".o_proj.weight", ".o_proj.bias", ".down_proj.weight", ".down_proj.bias", ".down_proj",
-               ".shared_mlp.output_linear.weight")  # fmt: skip
+               ".shared_mlp.output_linear.weight", ".mamba.out_proj.weight")  # fmt: skip
 _PHI = {
     "self_attn.in_proj": MODULES["self_attn.in_proj"],
     "self_attn.out_proj": ("self_attn.dense",),
@@ -127,35 +127,6 @@ def granite_settings(config: GPTConfig) -> dict[str, Any]:
         "attention_multiplier": config.size_of_head**-0.5 if config.attention_scale is None else config.attention_scale,
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
-    }
-
-
-def _granite4(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a Granite 4 whose layers all have attention and one feed-forward network."""
-    depth = number_of(settings, "num_hidden_layers")
-    listed = settings.get("layer_types", settings.get("layers_block_type")) or ["linear_attention"]
-    if not isinstance(listed, list | tuple) or len(listed) != depth or {*map(str, listed)} - {FULL, "attention"}:
-        raise ValueError(
-            f"expected layer_types of {depth} {FULL!r}, as a Granite 4 without Mamba has, got {listed!r:.60}"
-        )
-    if settings["num_local_experts"] != 0:
-        raise ValueError(f"expected a num_local_experts of 0, got {settings['num_local_experts']!r:.60}")
-    options = {**granite_options(settings), "d_ff": number_of(settings, "shared_intermediate_size")}
-    is_rotary = settings.get("position_embedding_type") == "rope"
-    return options if is_rotary else {**options, "rotary_layers": (False,) * depth}
-
-
-def _granite4_settings(config: GPTConfig) -> dict[str, Any]:
-    rotates = {*(config.rotary_layers or (True,))}
-    if len(rotates) > 1:
-        raise MisfitError("rotary_layers", "expected a Granite, with positions in all layers or in none, got some")
-    return {
-        **granite_settings(config),
-        "shared_intermediate_size": config.d_ff,
-        "num_local_experts": 0,
-        "layer_types": [FULL] * config.num_layers,
-        "position_embedding_type": "rope" if rotates == {True} else None,
-        "mamba_n_heads": 1,  # which has to divide a size
     }
 
 
@@ -317,21 +288,6 @@ VARIANTS = (
         more=granite_options,
         more_settings=granite_settings,
         free=("embedding_scale", "attention_scale"),
-        open=folded,
-    ),
-    Variant(
-        "granitemoehybrid",
-        "Granite 4",
-        modules={
-            **MODULES,
-            "linear1": ("shared_mlp.input_linear",),
-            "linear2": ("shared_mlp.output_linear",),
-        },
-        usual={"num_local_experts": 8, "shared_intermediate_size": 1024, "intermediate_size": 11008},
-        biases=("attention_bias", "attention_bias", False),
-        more=_granite4,
-        more_settings=_granite4_settings,
-        free=("embedding_scale", "attention_scale", "rotary_layers"),
         open=folded,
     ),
     Variant(

@@ -209,7 +209,7 @@ class Experts(NamedTuple):
             router: tuple[str, ...] = (f"{place}.{self.router}.weight",)
             if config.choice_bias:
                 names[f"{own}.mixture.router.choice_bias"] = (f"{place}.{self.choice_bias[0]}",)
-            if config.shared_expert_d_ff is not None:
+            if self.shared and config.shared_expert_d_ff is not None:
                 shared, shared_gate, _ = self.shared
                 if shared_gate:
                     router = (*router, f"{place}.{shared_gate}.weight")

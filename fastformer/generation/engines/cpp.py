@@ -445,17 +445,6 @@ def _gpt_options(model: GPT) -> dict[str, object]:
         some["layer_input_scale"] = model.layer_embedding.embedding.acting_scale
     if config.attention_scale is not None:
         some["attention_scale"] = config.attention_scale
-    if config.num_experts is not None:
-        some |= {
-            "experts_per_token": config.num_experts_per_tok,
-            "norm_topk_prob": config.norm_topk_prob,
-            "norm_topk_eps": config.norm_topk_eps,
-            "expert_scale": config.expert_scale,
-            "sigmoid_router": config.router_activation == "sigmoid",
-            "shared_gate": config.shared_expert_gate,
-        }
-    if any(config.linear):
-        some["linear_key_heads"] = config.linear_key_heads
     return {
         "norm_placement": config.norm_placement,
         "parallel_residual": config.parallel_residual,
