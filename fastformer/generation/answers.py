@@ -11,8 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from fastformer.generation.bare_calls import CALL, BareCall
+from fastformer.generation.call_reader import CallReader
+from fastformer.generation.python_calls import PythonCall
 from fastformer.generation.streaming import Marked
-from fastformer.generation.tagged_calls import FUNCTION, TaggedCall
+from fastformer.generation.tagged_calls import TaggedCall
 from fastformer.generation.tool_formats import CHANNEL_MARKS, PYTHON_TAG, Reasoning, ToolFormat
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -82,7 +84,7 @@ class AnswerParser:
     def __init__(self, style: AnswerStyle) -> None:
         self._style, self._text = style, ""
         self._state: Literal["start", "reasoning", "content", "calls", "call"] = "start"
-        self._call: JsonCall | TaggedCall | BareCall = JsonCall()
+        self._call: CallReader = JsonCall()
         self._skipped: list[str] = []  # the pieces of the text since the last call, which may turn out to be content
         self._has_reasoned = False
         self._is_stripped = False  # whether the white space at the beginning doesn't count
@@ -168,7 +170,7 @@ class AnswerParser:
     def _between_calls(self, parts: list[Part], is_end: bool) -> bool:
         form, text = self._style.format, self._text
         assert form is not None
-        for mark in (form.begin, form.end):
+        for mark in (form.begin, form.end, form.inner[0], form.inner[1].lstrip()):
             if mark and text.startswith(mark):
                 return self._skip(len(mark))
             if mark and mark.startswith(text):
@@ -186,20 +188,27 @@ class AnswerParser:
                 self._skipped.append(f"{name}{form.behind_name}")
                 self._text, self._call, self._state = behind, JsonCall(name.strip()), "call"
                 return True
-        else:
-            begin = {"json": "{", "tags": FUNCTION, "bare": CALL}[form.syntax]
-            if text.startswith(begin):
-                self._call, self._state = self._new_call(form), "call"
-                return True
-            if not is_end and begin.startswith(text):
-                return False
+        elif (call := self._call_in(form, is_end)) is not None:
+            if call is not _LATER:
+                self._call, self._state = call, "call"
+            return call is not _LATER
         self._to_content(parts)
         return True
 
-    def _new_call(self, form: ToolFormat) -> JsonCall | TaggedCall | BareCall:
-        if form.syntax == "json":
-            return JsonCall()
-        return BareCall() if form.syntax == "bare" else TaggedCall(self._style.schemas, form.around)
+    def _call_in(self, form: ToolFormat, is_end: bool) -> CallReader | None:
+        """Returns what reads the call that the text begins with: None if it's none, `_LATER` if that isn't certain."""
+        begin, text = {"json": "{", "tags": form.tags.name, "bare": CALL, "python": ""}[form.syntax], self._text
+        if not begin:  # a name; only a mark or a comma says that it belongs to a call
+            before = "".join(self._skipped).rstrip()
+            is_begun = before.endswith((form.begin, ",", "[") if form.syntax == "python" else form.begin)
+        else:
+            is_begun = text.startswith(begin)
+        if is_begun:
+            if form.syntax == "tags":
+                return TaggedCall(self._style.schemas, form.tags)
+            is_json = form.syntax == "json" or text.startswith("{")
+            return JsonCall() if is_json else BareCall() if form.syntax == "bare" else PythonCall()
+        return _LATER if begin.startswith(text) and not is_end else None
 
     def _skip(self, count: int) -> bool:
         self._skipped.append(self._text[:count])
@@ -357,24 +366,16 @@ def _without_beginning(text: str, marks: Collection[str]) -> tuple[str, str]:
     return text, ""
 
 
-class JsonCall:
-    """Reads a call character by character: an object, or the arguments alone if the name is given.
-
-    Attributes:
-        name: the name of the tool; None: it has not come yet.
-        is_done: whether the call is complete.
-        is_broken: whether the text is no call.
-        is_told: for the caller: whether it has told the name.
-    """
+class JsonCall(CallReader):
+    """Reads a call: an object, or the arguments alone if the name is given."""
 
     def __init__(self, name: str | None = None) -> None:
-        self.name, self.is_done, self.is_broken, self.is_told = name, False, False, False
+        super().__init__(name)
         self._is_bare = name is not None
         self._reads = self._open if name is None else self._value
         self._key = "arguments"
         self._text: list[str] = []  # the characters of a name or a value
         self._depth, self._in_string, self._is_escaped = 0, False, False
-        self._arguments: list[str] = []
         self._has_arguments = False
 
     def take(self) -> str:
@@ -382,18 +383,7 @@ class JsonCall:
         if self.is_done and not self._has_arguments:
             self._has_arguments = True
             return "{}"
-        text, self._arguments = "".join(self._arguments), []
-        return text
-
-    def add(self, text: str) -> int:
-        """Reads characters up to the end of the call, and returns their number."""
-        for place, character in enumerate(text):
-            if self.is_done:
-                return place
-            self._reads(character)
-            if self.is_broken:
-                return place
-        return len(text)
+        return super().take()
 
     def end(self) -> None:
         """Ends arguments that stand alone, where the model has ended its message."""
@@ -470,3 +460,6 @@ class JsonCall:
         except ValueError:
             self.is_broken = True
             return ""
+
+
+_LATER = JsonCall()

@@ -21,6 +21,7 @@ from fastformer.generation.argument_schemas import (
     quoted,
     slashed,
 )
+from fastformer.generation.call_reader import CallReader
 
 CALL, QUOTE = "call:", '<|"|>'
 _MOST_DEPTH, _MOST_RULES = 20, 5000
@@ -139,30 +140,16 @@ def _allows_none(schema: Mapping[str, Any]) -> bool:
     return not (schema.keys() & {"pattern", "format"}) and not schema.get("minLength")
 
 
-class BareCall:
-    """Reads a call character by character; see `answers.JsonCall`, whose attributes and methods it has."""
+class BareCall(CallReader):
+    """Reads a call, and tells its arguments when they are complete."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.is_done, self.is_broken, self.is_told = False, False, False
+        super().__init__()
         self._text, self._depth, self._in_text = "", 0, False
-        self._arguments = ""
 
-    def take(self) -> str:
-        """Returns the JSON of the arguments, once, when they are complete."""
-        text, self._arguments = self._arguments, ""
-        return text
-
-    def add(self, text: str) -> int:
-        """Reads characters up to the end of the call, and returns their number."""
-        for place, character in enumerate(text):
-            if self.is_done:
-                return place
-            self._text += character
-            self._open() if self.name is None else self._read(character)
-            if self.is_broken:
-                return place
-        return len(text)
+    def _reads(self, character: str) -> None:
+        self._text += character
+        self._open() if self.name is None else self._read(character)
 
     def _open(self) -> None:
         begun = self._text[: len(CALL)]
@@ -178,7 +165,7 @@ class BareCall:
             self._depth += (character in "{[") - (character in "}]")
         if not self._depth:
             try:
-                self._arguments = _Reader(self._text).value()
+                self._arguments = [_Reader(self._text).value()]
                 self.is_done = True
             except (ValueError, IndexError, RecursionError):
                 self.is_broken = True

@@ -143,6 +143,9 @@ class ChatTemplate:
                 raise ValueError(f"expected messages[{place}] to be a mapping, got {message!r:.60}")
             if (role := message.get("role")) in _ROLES:
                 message["role"] = Text.written(role)
+            if (calls := message.get("tool_calls")) and (told := self._unread(calls)) is not None:
+                begin, listed, end = told
+                message["content"] = Text.written(begin) + listed + Text.written(end) + (message.get("content") or "")
         if self._names is None:
             self._names = {name: Text.written(token) for name, token in self.tokens.items()}
         given = {
@@ -153,6 +156,16 @@ class ChatTemplate:
         names = {**self._names, "messages": values, "add_generation_prompt": bool(add_generation_prompt), **given}
         text: Text = self._guarded(lambda: self._sandbox.render(self._template, names))
         return text
+
+    def _unread(self, calls: Sequence[Any]) -> tuple[str, str, str] | None:
+        from fastformer.generation.tool_formats import unread_calls
+
+        try:
+            return unread_calls(self.source, calls)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"expected calls with the name and the arguments of a function, got {calls!r:.80}"
+            ) from error
 
     def encode(
         self,

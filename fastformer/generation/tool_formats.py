@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from fastformer.generation import bare_calls, tagged_calls
+from fastformer.generation import bare_calls, python_calls, tagged_calls
 from fastformer.generation.constraints import WHITE_SPACE
-from fastformer.generation.tagged_calls import FUNCTION
+from fastformer.generation.tagged_calls import Tags
 
 
 class ToolFormat(NamedTuple):
@@ -26,8 +26,10 @@ class ToolFormat(NamedTuple):
         is_list: whether calls are a JSON list.
         behind_name: the mark between the name of a tool and its arguments, if a call is no object; "": it is one.
         id_length: the number of characters in the id of a call, if the template requires one; 0: any number.
-        syntax: "json", or that of calls whose arguments are tags (`tagged_calls`) or have bare keys (`bare_calls`).
-        around: what stands on both sides of a value in a tag.
+        syntax: "json", or that of calls whose arguments are tags (`tagged_calls`), have bare keys (`bare_calls`) or are
+            Python's (`python_calls`).
+        tags: the tags of the syntax "tags".
+        inner: the marks around each call, where `begin` and `end` are around all of them.
         has_channels: whether calls are messages to a channel; see `answers.ChannelParser`.
     """
 
@@ -38,8 +40,9 @@ class ToolFormat(NamedTuple):
     is_list: bool = False
     behind_name: str = ""
     id_length: int = 0
-    syntax: Literal["json", "tags", "bare"] = "json"
-    around: str = "\n"
+    syntax: Literal["json", "tags", "bare", "python"] = "json"
+    tags: Tags = Tags()
+    inner: tuple[str, str] = ("", "")
     has_channels: bool = False
 
     @property
@@ -48,11 +51,12 @@ class ToolFormat(NamedTuple):
         if self.has_channels:
             return CHANNEL_MARKS
         quote = bare_calls.QUOTE if self.syntax == "bare" else ""
-        return tuple(mark for mark in (self.begin, self.end, self.behind_name, quote) if mark)
+        return tuple(mark for mark in (self.begin, self.end, self.behind_name, quote, *self.inner) if mark)
 
     def prefix(self, names: Sequence[str]) -> str:
         """Returns the text that an answer begins with if it has to call one of some tools."""
-        return f"{self.begin}{names[0]}{self.behind_name}" if self.behind_name and len(names) == 1 else self.begin
+        one = f"{self.inner[0]}{names[0]}{self.behind_name}" if self.behind_name and len(names) == 1 else ""
+        return f"{self.begin}{one}"
 
     def grammar(
         self,
@@ -81,18 +85,22 @@ class ToolFormat(NamedTuple):
             behind_name = f"({behind_name} | {_marked('<|message|>', special)} | {told})"
         for place, (name, schema) in enumerate(schemas.items()):
             if self.syntax == "tags":
-                rules += tagged_calls.argument_rules(schema, place, self.around)
+                rules += tagged_calls.argument_rules(schema, place, self.tags)
             elif self.syntax == "bare":
                 rules += bare_calls.argument_rules(schema, place, functools.partial(_marked, special=special))
+            elif self.syntax == "python":
+                rules += python_calls.argument_rules(schema, place)
             else:
                 rules.append(f"args_{place}: {_json({'type': 'object', **schema})}")
             if self.behind_name:
-                before = [_quoted(name), behind_name] if has_name else []
+                before = [_quoted(f"{self.inner[0]}{name}"), behind_name] if has_name else []
                 rules.append(f"call_{place}: {' '.join([*before, f'args_{place}'])}")
             elif self.syntax == "bare":
                 rules.append(f"call_{place}: {_quoted(f'{bare_calls.CALL}{name}')} args_{place}")
             elif self.syntax == "tags":
-                rules.append(f'call_{place}: {_quoted(f"{FUNCTION}{name}>" + chr(10))} args_{place} "</function>"')
+                rules.append(f"call_{place}: {_quoted(self.tags.head(name))} args_{place} {_quoted(self.tags.end)}")
+            elif self.syntax == "python":
+                rules.append(f'call_{place}: {_quoted(f"{name}(")} args_{place} ")"')
             else:
                 rules.append(f'call_{place}: {_quoted(self._head(name))} args_{place} "}}"')
         call = f"call: {' | '.join(f'call_{place}' for place in range(len(schemas)))}"
@@ -102,6 +110,16 @@ class ToolFormat(NamedTuple):
             around = f"call {_marked(self.end, special)}"
             is_one = is_begun or not is_parallel
             start = f"start: {around}" + ("" if is_one else f" ({_marked(self.begin, special)} {around})*")
+        elif self.inner[0]:
+            # The name of the only tool belongs to the prefix, so that its first call has none.
+            end, inner_end = _marked(self.end, special), _quoted(self.inner[1])
+            line = '"\\n"' + ("?" if is_begun else "")
+            again = self._again(schemas, behind_name, has_name, line, inner_end) if is_parallel else ""
+            start = f"start: {line if is_begun else ''} call {inner_end} {again} {line if is_begun else ''} {end}"
+        elif self.syntax == "tags" and self.tags.end == self.end:
+            line = '"\\n"' + ("?" if is_begun else "")
+            again = f"({line} {_marked(self.begin, special)} call)*" if is_parallel and not is_begun else ""
+            start = f"start: call {again}"
         elif self.begin and not self.behind_name:
             around = f'"\\n" call {_quoted(chr(10) + self.end)}'
             if is_begun:
@@ -126,12 +144,20 @@ class ToolFormat(NamedTuple):
             return {self.begin: ""}
         return {f"{tag}{self._head(name)}": self._head(name) for name in names for tag in ("", PYTHON_TAG)}
 
+    def _again(self, schemas: Mapping[str, Any], behind_name: str, has_name: bool, line: str, inner_end: str) -> str:
+        """Returns the rule of further calls between inner marks, each with the name of its tool."""
+        if has_name:
+            return f"({line} call {inner_end})*"
+        begin = _quoted(f"{self.inner[0]}{next(iter(schemas))}")
+        return f"({line} {begin} {behind_name} call {inner_end})*"
+
     def _head(self, name: str) -> str:
         """Returns the text of a call that is an object, up to its arguments."""
         return f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
 
 
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+_GLM = Tags("", "", "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>", "</tool_call>", around="")
 # The first format whose signs a template has.
 FORMATS = {
     "gpt-oss": ToolFormat(
@@ -141,22 +167,37 @@ FORMATS = {
     "tags": ToolFormat(("<tool_call>", "<function=", "<parameter="), "<tool_call>", "</tool_call>", syntax="tags"),
     "seed": ToolFormat(
         ("<seed:tool_call>", "<function=", "<parameter="), "<seed:tool_call>", "</seed:tool_call>", syntax="tags",
-        around="",
+        tags=Tags(around=""),
     ),
+    "glm 4.7": ToolFormat(
+        ("<tool_call>", "<arg_key>", "</arg_key><arg_value>"), "<tool_call>", "</tool_call>", syntax="tags",
+        tags=_GLM._replace(line=""),
+    ),
+    "glm 4.5": ToolFormat(
+        ("<tool_call>", "<arg_key>", "<arg_value>"), "<tool_call>", "</tool_call>", syntax="tags", tags=_GLM,
+    ),
+    "hunyuan": ToolFormat(
+        ("<tool_calls>", "<tool_call>", "```json"), "<tool_calls>", "</tool_calls>", behind_name="\n```json\n",
+        inner=("<tool_call>", "\n```</tool_call>"),
+    ),
+    "hunyuan list": ToolFormat(("<tool_calls>[{",), "<tool_calls>", "</tool_calls>", is_list=True),
     "gemma 4": ToolFormat(("<|tool_call>call:",), "<|tool_call>", "<tool_call|>", syntax="bare"),
     "mistral 11": ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", behind_name="[ARGS]", id_length=9),
     "mistral": ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS]", is_list=True, id_length=9),
     "hermes": ToolFormat(("<tool_call>",), "<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, too
     "phi 4": ToolFormat(("<|tool_call|>",), "<|tool_call|>", "<|/tool_call|>", is_list=True),
     "llama 3": ToolFormat(("<|start_header_id|>",), arguments="parameters"),
+    "lfm 2": ToolFormat(
+        ("List of tools: ",), "<|tool_call_start|>", "<|tool_call_end|>", is_list=True, syntax="python",
+    ),
     "json": ToolFormat(()),  # of a template that tells the model its tools in words, such as those for Gemma 3
 }  # fmt: skip
 # Marks of formats that aren't in the table. Text around them would be taken for content.
 _UNKNOWN = (
     "<start_function_call>", "<function=", "<function name=", "<|START_ACTION|>", "<｜tool▁calls▁begin｜>", "｜DSML｜",
     "functools[", "<|channel|>", "<|tool_call:", "<|tool_calls_section_begin|>",
-    "<|tool_list_start|>", "<|tool_call_start|>", "<|tools_prefix|>", "<tool_calls", ":tool_call>", "<TOOLCALL>",
-    "<arg_key>", "invoke name=", ">>>", "<|role_sep|>", "<|open|>", "List of tools: [", '"tool_name": ',
+    "<|tool_call_start|>", "<|tools_prefix|>", "<tool_calls", ":tool_call>", "<TOOLCALL>",
+    "<arg_key>", "invoke name=", ">>>", "<|role_sep|>", "<|open|>", '"tool_name": ',
 )  # fmt: skip
 PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it in front of a call
 
@@ -194,11 +235,29 @@ def format_of(template: str) -> ToolFormat:
     """
     if not re.search(r"\btools\b", template):
         raise ValueError("expected no tools: the model's chat template doesn't read them")
-    found = next(one for one in FORMATS.values() if all(sign in template for sign in one.signs))
-    unknown = () if found.syntax != "json" or found.has_channels else _UNKNOWN
-    if (mark := next((mark for mark in unknown if mark in template), None)) is not None:
+    found = _found(template)
+    own = "\0".join((*found.signs, *found.marks))
+    if (mark := next((mark for mark in _UNKNOWN if mark in template and mark not in own), None)) is not None:
         raise ValueError(f"expected no tools: the model writes calls in a format that isn't supported, with {mark}")
     return found
+
+
+def _found(template: str) -> ToolFormat:
+    return next(one for one in FORMATS.values() if all(sign in template for sign in one.signs))
+
+
+def unread_calls(template: str, calls: Sequence[Any]) -> tuple[str, str, str] | None:
+    """Returns a message's calls as the model writes them, between their marks; None: the template reads them itself.
+
+    The published templates of LFM2 don't: without this, the model would see results of calls that it never made.
+    """
+    if "tool_calls" in template or (form := _found(template)).syntax != "python":
+        return None
+    texts = []
+    for function in (call["function"] for call in calls):
+        arguments = (f"{key}={python_calls.written(value)}" for key, value in function["arguments"].items())
+        texts.append(f"{function['name']}({', '.join(arguments)})")
+    return form.begin, f"[{', '.join(texts)}]", form.end
 
 
 def reasoning_of(template: str) -> Reasoning | None:

@@ -15,7 +15,9 @@ from tests.covering import each
 from tests.generation.tool_calls import EXPECTED, SAID, SCHEMAS
 
 JSON = [name for name in SAID if FORMATS[name].syntax == "json"]
-OBJECTS = [name for name in JSON if not FORMATS[name].has_channels]  # with the name and the arguments of a call
+OBJECTS = [
+    name for name in JSON if not FORMATS[name].has_channels and not FORMATS[name].inner[0]
+]  # with the name and the arguments of a call
 
 
 @pytest.fixture(params=SAID)
@@ -85,6 +87,9 @@ def test_a_call_that_has_not_ended_is_the_text_from_its_mark_on(kind) -> None:
     first, last = {
         "tags": ("<parameter=zone", "T\n<"),
         "seed": ("<parameter=zone", "T</"),
+        "glm 4.5": ("<arg_key>zone", "T</"),
+        "glm 4.7": ("<arg_key>zone", "T</"),
+        "lfm 2": ("zone=", "T')"),
         "gemma 4": ("{zone", '<|"|>}'),
     }.get(kind, ('{"zone"', 'T"}'))
     for end in range(said.index(first) + 1, said.index(last)):
@@ -107,6 +112,15 @@ def test_a_mark_that_the_end_has_cut_behind_a_call_is_no_content(kind) -> None:
             content = [part.text for part in parts if part.kind == "content"]
             assert "".join(content).strip() == SAID[kind][: SAID[kind].index(form.begin)].strip()
             assert len(calls_of(parts, AnswerStyle(form, SCHEMAS))) == 2 and not parser.unfinished
+
+
+@pytest.mark.parametrize("kind", ["glm 4.5", "glm 4.7", "lfm 2"])
+def test_only_behind_a_mark_a_name_begins_a_call(kind) -> None:
+    style, more = AnswerStyle(FORMATS[kind], SCHEMAS), "clock\n<arg_key> clock()"
+    parser = parser_of(style)
+    parts = [*parser.add(f"{SAID[kind]}{more}"), *parser.add("", is_end=True)]
+    assert "".join(part.text for part in parts if part.kind == "content").endswith(more)
+    assert len(calls_of(parts, style)) == 2
 
 
 PIECES = {

@@ -28,6 +28,15 @@ SAID = {
     "</tool_call>\n<tool_call>\n<function=weather>\n</function>\n</tool_call>",
     "seed": 'Let me see.\n<seed:tool_call>\n<function=clock>\n<parameter=zone>U}"T</parameter>\n</function>\n'
     "</seed:tool_call>\n<seed:tool_call>\n<function=weather>\n</function>\n</seed:tool_call>",
+    "glm 4.7": 'Let me see.\n<tool_call>clock<arg_key>zone</arg_key><arg_value>U}"T</arg_value></tool_call>'
+    "<tool_call>weather</tool_call>",
+    "glm 4.5": 'Let me see.\n<tool_call>clock\n<arg_key>zone</arg_key>\n<arg_value>U}"T</arg_value>\n</tool_call>\n'
+    "<tool_call>weather\n</tool_call>",
+    "hunyuan": 'Let me see.\n<tool_calls><tool_call>clock\n```json\n{"zone": "U}\\"T"}\n```</tool_call>\n'
+    "<tool_call>weather\n```json\n{}\n```</tool_call></tool_calls>",
+    "hunyuan list": 'Let me see.\n<tool_calls>[{"name": "clock", "arguments": {"zone": "U}\\"T"}}, '
+    '{"name": "weather", "arguments": {}}]</tool_calls>',
+    "lfm 2": "Let me see.\n<|tool_call_start|>[clock(zone='U}\"T'), weather()]<|tool_call_end|>",
     "gemma 4": 'Let me see.\n<|tool_call>call:clock{zone:<|"|>U}"T<|"|>}<tool_call|><|tool_call>call:weather{}'
     "<tool_call|>",
     "hermes": 'Let me see.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "U}\\"T"}}\n</tool_call>\n'

@@ -67,6 +67,27 @@ FAMILIES: dict[str, tuple[str, list[str], list[str]]] = {
                  "<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>"),
         [], ["<seed:tool_call>", "</seed:tool_call>"],
     ),
+    "glm 4.7": (
+        template("<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments | items %}<arg_key>{{ k }}"
+                 "</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>"),
+        [], ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    ),
+    "glm 4.5": (
+        template("<tool_call>{{ c.function.name }}\n{% for k, v in c.function.arguments | items %}<arg_key>{{ k }}"
+                 "</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>"),
+        [], ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    ),
+    "hunyuan": (
+        template("<tool_call>{{ c.function.name }}\n```json\n{{ c.function.arguments | tojson }}\n```</tool_call>",
+                 "<tool_calls>", "</tool_calls>"), [], ["<tool_calls>", "</tool_calls>"],
+    ),
+    "hunyuan list": (
+        template(OBJECT % "arguments", "<tool_calls>[", "]</tool_calls>")
+        + '{# <tool_calls>[{"name" #}', [], ["<tool_calls>", "</tool_calls>"],
+    ),
+    "lfm 2": (  # it doesn't read calls
+        "List of tools: <|tool_list_start|>" + HEAD + TURN + TAIL, ["<|tool_call_start|>", "<|tool_call_end|>"], []
+    ),
     "hermes": (
         template("<tool_call>\n" + OBJECT % "arguments" + "\n</tool_call>"), [], ["<tool_call>", "</tool_call>"]
     ),
@@ -408,7 +429,7 @@ def test_a_template_decides_the_format() -> None:
         assert format_of(text) is FORMATS[name]
     for text in ("{{ messages }}", "{{ tools }}<start_function_call>", "{{ tools }}<tool_call><function=x>",
                  "{{ tools }}<|channel|>final", "{{ tools }}<tool_calls>",
-                 "{{ tools }}<tool_call><arg_key>", "List of tools: [{{ tools }}]", "{{ tools }}<|open|>call",
+                 "{{ tools }}<tool_calls><tool_call><tool_sep><arg_key><arg_value>", "{{ tools }}<|open|>call",
                  '{{ tools }}Action: "tool_name": ', "{{ tools }}function call<|role_sep|>"):  # fmt: skip
         with pytest.raises(ValueError, match="tools"):
             format_of(text)
