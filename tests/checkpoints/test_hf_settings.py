@@ -29,6 +29,7 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96,
     "max_position_embeddings": 256, "num_key_value_heads": 4,
 }  # fmt: skip
+WRONG_AMOUNTS: list[Any] = [None, -1, "small", [], float("nan")]
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 3e5}
 # As version 4 of transformers, and those before it, wrote them.
 OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -54,6 +55,10 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "max_len": 1024, "qkv_bias": True}),
     ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"max_len": 1024, "rotary_scaling": {
         "kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}),
+    # As written by version 5, with a longer base put in by hand where earlier versions look for it.
+    ("llama", {"rope_theta": 7e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+               "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e5}},
+     {"rotary_base": 7e5, "rotary_scaling": {"kind": "linear", "factor": 2.0}}),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
      {"rotary_scaling": {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                          "original_max_position_embeddings": 256}}),
@@ -179,6 +184,13 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
         ("llama", {"rope_scaling": "linear"}, "rope_scaling .*'linear'"),
         ("qwen3_5_text", {"layer_types": [["full_attention"]] * 4}, "layer_types of 4 layers"),
         ("llama", {"rope_theta": "big"}, "rope_theta .*'big'"),
+        ("llama", {"rope_theta": 0}, "rope_theta .*got 0"),
+        ("llama", {"rope_parameters": {"rope_type": [], "rope_theta": 1e4}}, r"rope_type .*\[\]"),
+        ("ministral3", {"rope_parameters": {
+            "rope_type": "yarn", "factor": {}, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}},
+         r"factor .*\{\}"),
+        *(("glm4", {"rms_norm_eps": eps}, "rms_norm_eps ") for eps in WRONG_AMOUNTS),
+        ("helium", {"max_position_embeddings": 0}, "max_position_embeddings .*got 0"),
         ("llama", {"partial_rotary_factor": 0.5}, "Llama.*partial_rotary_factor .*0.5"),
         ("llama", {"hidden_act": "relu2"}, "hidden_act .*'relu2'"),
         ("llama", {"hidden_act": [[]]}, "hidden_act "),

@@ -88,6 +88,21 @@ def test_sizes_are_refused_by_a_value_error(kind, share) -> None:
                     raise AssertionError(f"{kind}, {name}={wrong!r}: {type(error).__name__}") from error
 
 
+@pytest.mark.parametrize("kind", ["glm", "glm4", "gpt_neox", "ministral3", "hunyuan_v1_dense", "helium", "lfm2"])
+def test_rotary_parameters_are_refused_by_a_value_error(kind) -> None:
+    settings, state = tiny(kind)
+    rope = {"partial_rotary_factor": 0.5, **settings["rope_parameters"]}
+    for name in rope:
+        for wrong in (*WRONG, 2.5, 10**10, float("nan"), {}):
+            try:
+                convert(kind, {**settings, "rope_parameters": {**rope, name: wrong}}, state)
+            except ValueError:
+                continue
+            except Exception as error:
+                raise AssertionError(f"{kind}, {name}={wrong!r}: {type(error).__name__}") from error
+            assert name != "partial_rotary_factor" or wrong == 1
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss", "ministral3", "ernie4_5"])
 def test_a_head_of_gigabytes_is_refused_before_it_takes_them(kind) -> None:
     """The first two have a table of a head's rotations, and the last one of its rows."""

@@ -11,6 +11,7 @@ generation_config.json       the options of a search
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -423,6 +424,18 @@ def number_of(settings: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = settings.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
         raise ValueError(f"expected {name} to be an integer from {least} to 2**31 - 1, got {value!r:.60}")
+    return value
+
+
+def amount_of(settings: Mapping[str, Any], name: str) -> float:
+    """Returns a setting that is a number of at least 0.
+
+    Raises:
+        ValueError: it is missing, not a number, or below 0.
+    """
+    value = settings.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"expected {name} to be a number of at least 0, got {value!r:.60}")
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastformer.checkpoints.hf.common import flag_of, number_of
+from fastformer.checkpoints.hf.common import amount_of, flag_of, number_of
 from fastformer.checkpoints.hf.decoder import (
     EMBEDDING,
     Form,
@@ -149,7 +149,7 @@ class Variant(NamedTuple):
             "num_kv_heads": _or(settings, "num_key_value_heads", heads),
             "num_layers": depth,
             "d_ff": number_of(settings, "intermediate_size"),
-            "layer_norm_eps": settings.get(self.eps, 1e-6),
+            "layer_norm_eps": amount_of({self.eps: 1e-6, **settings}, self.eps),
             "activation": self._activation(settings),
             "attention_dropout": settings.get("attention_dropout") or 0.0,
             "positions": "rotary",

@@ -40,15 +40,20 @@ def read_rope(
         is_nested: ignore parameters that aren't given for this kind of layers.
 
     Raises:
-        ValueError: an unknown kind of scaling, or a value that isn't a number.
+        ValueError: an unknown kind of scaling, or a value that isn't a number or is out of bounds.
     """
     rope = parameters_of(settings, layers, is_nested)
     theta, part = (
         next((value for value in (rope.get(name), settings.get(beside)) if value is not None), usual)
         for name, beside, usual in zip(ROPE_NAMES, names, (base, fraction), strict=True)
     )
-    options: dict[str, Any] = {"rotary_base": _number("rope_theta", theta)}
-    if _number("partial_rotary_factor", part) != 1.0:
+    if not _number("rope_theta", theta) >= 1:
+        raise ValueError(f"expected rope_theta of at least 1, got {theta!r:.60}")
+    # Before a family orders the rows of its heads by it.
+    if not 0 < _number("partial_rotary_factor", part) <= 1:
+        raise ValueError(f"expected partial_rotary_factor in (0, 1], got {part!r:.60}")
+    options: dict[str, Any] = {"rotary_base": theta}
+    if part != 1.0:
         options["rotary_fraction"] = part
     kind = kind_of(rope)
     if "short_factor" in rope and kind in ("su", "yarn"):  # Phi-3's first names for it
@@ -102,11 +107,11 @@ def longest(settings: Mapping[str, Any], options: Mapping[str, Any], *, grows: b
         grows: whether max_position_embeddings may be the number before the scaling.
 
     Raises:
-        ValueError: max_position_embeddings is not an integer.
+        ValueError: max_position_embeddings is not an integer of at least 1.
     """
     max_positions = settings.get("max_position_embeddings")
-    if not isinstance(max_positions, int) or isinstance(max_positions, bool):
-        raise ValueError(f"expected max_position_embeddings to be an integer, got {max_positions!r}")
+    if not isinstance(max_positions, int) or isinstance(max_positions, bool) or max_positions < 1:
+        raise ValueError(f"expected max_position_embeddings to be an integer of at least 1, got {max_positions!r:.60}")
     scaling = options.get("rotary_scaling") or {}
     kind, before = scaling.get("kind"), scaling.get(LENGTH, max_positions)
     if kind in ("dynamic", "longrope"):
@@ -259,18 +264,22 @@ def parameters_of(settings: Mapping[str, Any], layers: str, is_nested: bool = Fa
     scaling, parameters = given.get("rope_scaling") or {}, given.get("rope_parameters") or {}
     if scaling and not _has_kinds(parameters) and kind_of(scaling) != kind_of(parameters):
         parameters = {}
+    if scaling and not _has_kinds(parameters):  # transformers takes what rope_scaling lacks from the other settings
+        parameters = {
+            name: value for name, value in parameters.items() if name not in ROPE_NAMES or settings.get(name) is None
+        }
     chosen = (value.get(layers) or {} if is_nested or _has_kinds(value) else value for value in (parameters, scaling))
     return {name: value for each in chosen if isinstance(each, Mapping) for name, value in each.items()}
 
 
 def _has_kinds(parameters: Mapping[str, Any]) -> bool:
-    """Returns whether rotary parameters are those of several kinds of layers."""
-    return any(isinstance(value, Mapping) for value in parameters.values())
+    """Returns whether rotary parameters are those of several kinds of layers, such as "full_attention"."""
+    return any(isinstance(value, Mapping) for name, value in parameters.items() if name.endswith("_attention"))
 
 
 def kind_of(parameters: Mapping[str, Any]) -> Any:
     """Returns the kind of scaling that rotary parameters name."""
-    return parameters.get("rope_type") or parameters.get("type") or "default"
+    return next((kind for kind in map(parameters.get, ("rope_type", "type")) if kind is not None), "default")
 
 
 def _number(name: str, value: object) -> float:
