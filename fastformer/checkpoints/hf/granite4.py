@@ -22,6 +22,11 @@ from fastformer.checkpoints.hf.mixtures import Experts
 from fastformer.models import GPTConfig
 
 _EXPERTS = Experts("block_sparse_moe", "router", total="num_local_experts", usual_count=8, norm_topk_prob=True)
+_USUAL = {
+    "num_local_experts": 8, "shared_intermediate_size": 1024, "intermediate_size": 11008, "mamba_n_heads": 128,
+    "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
+    "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
+}  # fmt: skip
 # A Granite 4's sizes of layers that are a `Mamba`.
 _SIZES = {
     "mamba_n_heads": "mamba_heads", "mamba_d_state": "mamba_state_dim", "mamba_n_groups": "mamba_groups",
@@ -102,19 +107,21 @@ _IN_PROJ = re.compile(r"(.*layers\.\d+\.mamba\.)in_proj\.weight")
 
 
 def _opened(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns a state with a tensor for each expert, and with the parts apart of matrices that families have apart."""
+    """Returns a state with a tensor for each expert, and for each part of a matrix that a `GPT` has in several."""
     if settings.get("num_local_experts") != 0:
         state = _EXPERTS.opened(state, settings)
     opened: dict[str, Tensor] = {}
     for name, tensor in folded(state, settings).items():
         if name.endswith(_INPUT):
+            if tensor.dim() != 2 or len(tensor) < 2:
+                raise ValueError(f"expected {name} to have two maps, one below the other, got shape {(*tensor.shape,)}")
             place = name.removesuffix(_INPUT)
             opened[f"{place}.gate_proj.weight"], opened[f"{place}.up_proj.weight"] = tensor.chunk(2)
             continue
         if (match := _IN_PROJ.fullmatch(name)) is None:
             opened[name] = tensor
             continue
-        heads = number_of(settings, "mamba_n_heads")
+        heads = number_of({**_USUAL, **settings}, "mamba_n_heads")
         if tensor.dim() != 2 or len(tensor) <= heads:
             raise ValueError(f"expected {name} to have more than {heads} rows, got shape {(*tensor.shape,)}")
         opened[name], opened[f"{match[1]}gates.weight"] = tensor[:-heads], tensor[-heads:]
@@ -165,11 +172,7 @@ VARIANTS = (
             "linear1": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
             "linear2": ("shared_mlp.output_linear",),
         },
-        usual={
-            "num_local_experts": 8, "shared_intermediate_size": 1024, "intermediate_size": 11008, "mamba_n_heads": 128,
-            "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
-            "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
-        },
+        usual=_USUAL,
         biases=("attention_bias", "attention_bias", False),
         more=_options,
         more_settings=_settings,
