@@ -291,7 +291,10 @@ class GPTConfig(StackConfig):
                 "expected a local_rotary_base, since layers without global_head_dim rotate otherwise, got None"
             )
         if self.shared_kv_layers and any(self.stateful):
-            raise ValueError("expected all layers to attend for shared_kv_layers, got some that have a state")
+            raise ValueError(
+                "expected no linear_layers, conv_layers or mamba_layers for shared_kv_layers, got "
+                f"{sum(self.stateful)} of them"
+            )
         if self.shared_kv_layers and self.positions != "rotary":
             raise ValueError(f"expected positions 'rotary' for shared_kv_layers, got {self.positions!r}")
         own = self.num_layers - self.shared_kv_layers
